@@ -47,10 +47,7 @@ IN_DEFAULT_RUN = ("README.md", "quickstart.md")
 
 @pytest.mark.parametrize(
     "page",
-    [
-        p if p.name in IN_DEFAULT_RUN else pytest.param(p, marks=pytest.mark.exhaustive)
-        for p in PAGES
-    ],
+    [p if p.name in IN_DEFAULT_RUN else pytest.param(p, marks=pytest.mark.slow) for p in PAGES],
     ids=lambda page: page.name,
 )
 @pytest.mark.usefixtures("user_settings")
@@ -87,6 +84,7 @@ def test_pages_have_blocks():
     assert {"README.md", "advantages.md", "from_twinkle.md"} <= with_blocks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODULES)
 @pytest.mark.usefixtures("user_settings")
 def test_docstring_examples(name):

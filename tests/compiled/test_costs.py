@@ -197,6 +197,7 @@ def test_the_page_shows_what_the_command_prints(capsys):
     assert [table for table in tables if table.rstrip() not in page.read_text()] == []
 
 
+@pytest.mark.slow
 def test_the_command_needs_no_pytest():
     block = "import sys; sys.modules['pytest'] = None; import tests.compiled.table"
     root = pathlib.Path(__file__).parents[2]

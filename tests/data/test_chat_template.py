@@ -43,6 +43,7 @@ def test_what_is_out_of_its_reach(source):
         ChatTemplate(source).render(HELLO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "source",
     [

@@ -487,6 +487,7 @@ REPEATED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [50_000, pytest.param(1_000_000, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("start", ["", "<tool_call>", "<think>", "<f><x>", "Action: f\n"])
 def test_hostile_text_is_parsed_in_linear_time(start, size):

@@ -44,6 +44,7 @@ def test_cards_are_added_as_the_rules_say():
     assert abs(sum(blackjack.dealer_totals((10, False)).values()) - 1) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choose", "worth"),
     [

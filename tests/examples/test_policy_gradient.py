@@ -108,6 +108,7 @@ def whole_logits(params, prompts, tokens):
     return sequence, extend(params, sequence, empty_cache(len(sequence)), 0)[0]
 
 
+@pytest.mark.slow
 def test_decoding_with_the_cache_is_the_full_forward_pass(params, sampled):
     sequence, expected_logits = whole_logits(params, *sampled[:2])
     cache = empty_cache(len(sequence))
@@ -116,6 +117,7 @@ def test_decoding_with_the_cache_is_the_full_forward_pass(params, sampled):
         np.testing.assert_allclose(logits[:, 0], expected_logits[:, position], atol=5e-5)
 
 
+@pytest.mark.slow
 def test_a_token_changes_no_earlier_logits_and_all_later_ones(params, sampled):
     prompts, tokens, _, _ = sampled
     changed = tokens.at[:, 2].set((tokens[:, 2] + 1) % 10)

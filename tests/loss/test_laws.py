@@ -63,6 +63,7 @@ def test_matches_reference(name, seed, per_token):
     assert_matches_reference(name, results(name, batch)[0], batch)
 
 
+@pytest.mark.slow
 @every_function
 @pytest.mark.parametrize("shape", [(1, 1), (5, 2)])
 def test_other_shapes_match_reference(name, shape):
@@ -152,6 +153,7 @@ def test_nan_is_not_hidden(name):
             np.testing.assert_array_equal(jnp.isnan(result), [[True], [False]])
 
 
+@pytest.mark.slow
 @every_function
 def test_types(name):
     batch, case = random_batch(7), FUNCTIONS[name]

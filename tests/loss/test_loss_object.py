@@ -188,6 +188,7 @@ def loss(labels, outputs=None, loss_fn=None, **kwargs):
     return (loss_fn or GRPOLoss())({"labels": labels}, outputs, **kwargs).loss
 
 
+@pytest.mark.slow
 def test_labels_in_every_form():
     # On policy the loss is the mean of -A: (-1 + 1) / 2 = 0, or -1 for the first row alone.
     for labels in (
@@ -344,6 +345,7 @@ FORMS = {
 QUICKLY = ("lists", "mixed", "device")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "form",
     [pytest.param(f, marks=[pytest.mark.exhaustive] * (f not in QUICKLY)) for f in FORMS],
@@ -358,6 +360,7 @@ def test_every_form_is_the_same(form):
     assert jax.jit(row_loss)(FORMS[form]) == jax.jit(row_loss)(OLD)
 
 
+@pytest.mark.slow
 def test_advantages_in_every_form():
     expected = row_loss()
     per_token = np.repeat(ADVANTAGES[:, None], 4, axis=1)

@@ -184,6 +184,7 @@ def test_losses_without_reference_match_float64(of):
         np.testing.assert_allclose(value, desired, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loss_fn",
     [CPOLoss(bc_coef=0.5), ORPOLoss(), DPOLoss(sft_weight=0.5), DPOLoss(), SimPOLoss()],

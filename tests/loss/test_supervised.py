@@ -100,6 +100,7 @@ def test_divergence_of_distributions_that_hardly_differ(beta, distance):
     np.testing.assert_allclose(actual, desired, rtol=2e-7 / max(distance, 1e-5), atol=1e-15)
 
 
+@pytest.mark.slow
 def test_jsd_of_several_betas_at_once():
     """Their ends too, where the mixture is one of the distributions."""
     betas = jnp.array([0.0, 0.3, 1.0])
@@ -120,6 +121,7 @@ def test_jsd_of_several_betas_at_once():
         np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @ENDS
 def test_gradient_of_jsd(beta):
     with jax.enable_x64(True):
@@ -129,6 +131,7 @@ def test_gradient_of_jsd(beta):
         assert not teacher.any()
 
 
+@pytest.mark.slow
 @ENDS
 def test_garbage_impossible_tokens_and_vmap(beta):
     run = functools.partial(generalised_jsd, beta=beta)

@@ -144,6 +144,7 @@ def test_values_and_gradients_equal_float64(size):
     assert all(result.dtype == jnp.float32 for result in jax.tree.leaves(actual))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "close"), [(np.float32, 1e-5), ("bfloat16", 0.02)])
 def test_a_soft_cap(dtype, close):
     """Logits of up to six are bent by a bound of two, before temperatures divide them."""

@@ -265,6 +265,7 @@ def test_transformers_opens_what_is_saved(name, tmp_path):
     assert_same(again.params, reward.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["granite", "qwen3_5_moe_text"])
 def test_families_without_a_class_in_transformers_are_saved_too(name, tmp_path):
     reward = reward_of(name, pad_token_id=0)
@@ -345,6 +346,7 @@ def test_padding_changes_nothing(name):
     jax.tree.map(functools.partial(assert_close, tolerance=1e-4), kept, expected)
 
 
+@pytest.mark.slow
 def test_padding_beyond_the_longest_row_of_longrope():
     """Positions there have no factors: hidden states are NaN, and so were gradients."""
     reward = reward_of("phi3")
@@ -416,6 +418,7 @@ def train(reward, mesh):
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"fsdp": 2, "tensor": 2}, {"data": 2, "fsdp": 2}])
 def test_training_on_a_mesh_is_that_on_one_device(shape, tmp_path):
     save_policy_with_tokenizer(tmp_path / "policy")

@@ -272,6 +272,7 @@ def test_arithmetic_in_c_is_ended_at_once():
     assert worker.returncode == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_worker_whose_parents_were_killed_ends_by_its_processor_time():
     worker = run_worker("math_worker.compare('100000000!', '2', 1.0)")
     worker.communicate(timeout=300)
@@ -356,6 +357,7 @@ def test_memory_is_limited(fake_math_verify):
     assert reward.timeouts == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", ["server", "worker"])
 def test_idle_processes_that_are_killed_are_replaced(fake_math_verify, victim):
     reward = MathReward(workers=1, timeout=60)
@@ -404,6 +406,7 @@ def test_a_worker_that_cannot_start(tmp_path, monkeypatch):
         MathReward(workers=1)(boxed("1.5"), ["1.5"])
 
 
+@pytest.mark.slow
 def test_answers_that_take_for_ever_are_wrong():
     quick = MathReward(workers=2, timeout=1, batch_timeout=100)
     texts = [r"\boxed{100000000!}", r"\boxed{7^{10^{8}}}", r"\boxed{100000000!}", r"\boxed{2.5}"]
@@ -420,6 +423,7 @@ def test_from_several_threads_at_once(reward):
         assert list(rewards) == [[0.0, 1.0], [1.0, 1.0], [0.0, 1.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
 def test_in_a_script_as_one_writes_it(tmp_path, end):
     """Without `if __name__ == '__main__'`; and no process is left behind, however it ends."""

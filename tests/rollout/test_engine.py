@@ -28,6 +28,7 @@ def test_a_prompt_that_is_too_long_is_named():
         encode_prompts(POLICY.template, [], longest=9)
 
 
+@pytest.mark.slow
 def test_texts_are_the_completions_of_their_prompts():
     drawn = draw()
     texts = read_texts(drawn, PROMPTS, POLICY.template)

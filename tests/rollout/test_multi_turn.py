@@ -291,6 +291,7 @@ def test_an_episode_is_what_it_is_alone():
         np.testing.assert_allclose(one.rows[0].logprobs, other.rows[0].logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_many_episodes_are_drawn_in_halves_on_a_cpu():
     """64 episodes in two cohorts, fewer in one; a number given is taken; tokens are the same."""
     drawn = []
@@ -315,6 +316,7 @@ def test_many_episodes_are_drawn_in_halves_on_a_cpu():
 # Failures.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", games.FAULTS)
 def test_a_failed_environment_is_no_episode(fault):
     how, cause = games.FAULTS[fault]
@@ -398,6 +400,7 @@ def test_an_async_environment_that_exits_fails_alone(error):
     assert {(e.cause, error.__name__ in e.error) for e in failed} == {("raised", True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [None, 4])
 def test_turns_of_logits_that_are_not_finite_never_reach_an_environment(slots):
     broken = jax.tree.map(lambda x: x * jnp.nan, POLICY.params)
@@ -447,6 +450,7 @@ def test_failures_at_other_places(place):
     assert {e.cause for e in rollout.episodes} == ({""} if place == "close" else {"raised"})
 
 
+@pytest.mark.slow
 def test_large_and_broken_text_is_shortened_and_mended():
     big = "12" * 50_000_000
 

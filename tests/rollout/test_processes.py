@@ -175,6 +175,7 @@ def test_tools_by_attribute_and_index(tmp_path):
     assert call(find_environment(None, f"{path}:ONE", tools_in="thread")(), "f3") == ("3", 0)
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_what_asked_is_gone(tmp_path):
     """The process ends with the environment's factory, and so does a runner that is at work."""
     path = tmp_path / "pids"
@@ -289,6 +290,7 @@ def test_episodes_are_those_of_a_thread(wild):
     games.OPEN.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", games.WILD)
 def test_a_fault_is_no_episode_and_no_thread_is_left(wild, fault):
     play(wild, "")

@@ -57,6 +57,7 @@ def mixture(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("engine") / "mixture", name="qwen3_moe")
 
 
+@pytest.mark.slow
 def test_experts_lie_where_their_tokens_are(mixture, tmp_path):
     """Those of the prompt and of all drawn tokens but the last; behind them there is no expert."""
     with FakeServer(mixture) as server:

@@ -90,6 +90,7 @@ def two_of_three(row, turn):
     return bool((row + turn) % 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("laid_out")
 def test_turns_are_those_of_rows_that_are_read_anew(name):
@@ -124,6 +125,7 @@ def test_a_mesh_draws_the_same(shape):
     assert_same(spread, alone)
 
 
+@pytest.mark.slow
 def test_experts_on_a_mesh_draw_the_same(monkeypatch):
     """`extend` must be told of the mesh: on TPUs XLA cannot split the kernel of experts."""
     read, meshes = conversations.extend, []
@@ -148,6 +150,7 @@ def test_each_token_is_read_once():
     assert kept.tokens_read == shown - 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("mesh", each([None, {"data": 2, "fsdp": 2}]))
 @pytest.mark.usefixtures("laid_out")
@@ -165,6 +168,7 @@ def test_a_group_reads_its_prompt_once(name, mesh):
     assert kept.tokens_read == (4 + 3) * (1 if mesh is None else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("laid_out")
 def test_rows_that_are_rewritten_are_read_from_there():
     """A chat template may render earlier turns in another way."""
@@ -184,6 +188,7 @@ def test_rows_that_are_rewritten_are_read_from_there():
         assert kept.go_on({1: [8, 9, 10]}, keys, {1: 1}).lengths.tolist() == [0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("laid_out")
 def test_rows_that_end_early_keep_what_they_hold():
     """Slots are given up as rows end, and caches cut to what the others need."""
@@ -200,6 +205,7 @@ def test_rows_that_end_early_keep_what_they_hold():
             rows[i] = [*row, *actual.tokens[i, : actual.lengths[i]].tolist(), 7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("laid_out", ["pages"], indirect=True)
 @pytest.mark.usefixtures("laid_out")
 @pytest.mark.parametrize("mesh", each([None, {"data": 2, "fsdp": 2}]))
@@ -243,6 +249,7 @@ def test_pages_of_rows_that_wait_are_not_taken():
     assert np.bincount(owner, minlength=5)[:4].tolist() == [4, 4, 4, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("laid_out")
 def test_a_row_may_fill_its_room():
     kept = make("qwen3", 1, Sampling(), length=12)
@@ -251,6 +258,7 @@ def test_a_row_may_fill_its_room():
     assert np.isfinite(drawn.logprobs).all()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("laid_out")
 def test_all_rows_may_fill_their_room():
     """Each of all pages is full, and one row has ended: the others still get their last tokens."""
@@ -262,6 +270,7 @@ def test_all_rows_may_fill_their_room():
     np.testing.assert_array_equal(drawn.tokens[:, :5], again.tokens[:, :5])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("laid_out")
 def test_after_warm_up_nothing_compiles():
     play(make("qwen3", 8), 5, 8, called=two_of_three)

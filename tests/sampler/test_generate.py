@@ -28,6 +28,7 @@ def complete(name, rows=PROMPTS, key=None, sampling=None, *, params=None, **opti
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(NAMES, 2))
 def test_log_probabilities_are_the_trainers(name):
     """To 1e-5, also with parameters for which the trainer itself is 6e-5 from exact numbers."""
@@ -47,6 +48,7 @@ def test_log_probabilities_are_the_trainers(name):
             assert np.all(drawn.mask) and np.all(drawn.finish_reasons == LENGTH)
 
 
+@pytest.mark.slow
 def test_filters_draw_from_what_is_left_and_say_so():
     """Beside the trainer's log-probability stands that of the distribution drawn from."""
     from tests.model.reference import reference_logits

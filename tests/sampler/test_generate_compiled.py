@@ -16,6 +16,7 @@ from twinkle_jax.sampler import Sampling, generate
 OTHERS = ("qwen2", "qwen3_5_text")
 
 
+@pytest.mark.slow
 def test_the_loop_carries_one_cache():
     """Temporary memory beyond one cache and one layer of it is small."""
     config = parse_config(family("qwen3", num_hidden_layers=16))
@@ -93,6 +94,7 @@ def test_parameters_are_gathered_before_the_loop():
     assert "all-gather(" in text
 
 
+@pytest.mark.slow
 def test_rows_that_devices_do_not_divide_are_drawn_too():
     mesh = make_mesh(data=8)
     alone, spread = (

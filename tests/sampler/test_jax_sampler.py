@@ -106,6 +106,7 @@ def test_calls_draw_anew_and_a_seed_repeats(actor):
         assert tokens_of(one) != tokens_of(other)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_completed_alike_whatever_stands_behind_it(actor):
     sampler = JaxSampler(actor)
     seeded = SamplingParams(max_tokens=6, seed=1, num_samples=4)
@@ -130,6 +131,7 @@ def test_the_log_probabilities_that_twinkles_scripts_ask_for(actor, logprobs):
 FILTERS = [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.3}, {"repetition_penalty": 2.0}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
 def test_filters_leave_the_policys_log_probabilities(actor, filters):
     params = {"max_tokens": 6, "seed": 1, "temperature": 0.7, **filters}
@@ -224,6 +226,7 @@ def test_stop_ids_and_names_of_control_tokens_end_a_row(actor):
     assert tokens_of(by_id) == tokens_of(by_name)
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_completion_in_parts(actor):
     sampler = JaxSampler(actor)
     likely = {"temperature": 0, "repetition_penalty": 1.5}

@@ -230,6 +230,7 @@ def drawn(logits, bits):
     return draw(bits, logits, maximum, block_weights(logits, maximum))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [16_512, 16_384, 9_001])
 def test_the_weight_of_a_block_is_the_sum_of_its_tokens(vocab):
     """Also where tiles of a TPU's memory are summed first, and the last block is half full."""
@@ -362,6 +363,7 @@ def chosen(logits, sampling, keys, seen, mesh):
     return next_token(logits, sampling, keys, jnp.arange(len(logits)), (seen,), mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", each([9504, 1000, 4800], default=1))
 @pytest.mark.parametrize(
     "axes", each([{"fsdp": 2, "tensor": 4}, {"data": 2, "tensor": 2}, {"data": 8}], default=1)

@@ -99,6 +99,7 @@ def sizes(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_rows_that_go_on_leave_the_others_behind_and_caches_grow(sizes, compilations):
     alone = lengthy(generate)
     lengths = np.sort(alone.lengths)
@@ -116,6 +117,7 @@ def test_rows_that_go_on_leave_the_others_behind_and_caches_grow(sizes, compilat
     assert not compilations  # for other lengths within the same sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
@@ -131,6 +133,7 @@ def test_eight_devices_exchange_rows_by_themselves(axes, sizes):
     assert set(sizes) == {(16, 64), (16, 115)} and len(sizes) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_a_long_prompt_that_waits_for_short_rows_is_read_whole(name):
     """Caches are cut to what running rows need, but not below what waits."""
@@ -175,6 +178,7 @@ def groups(count, samples, limits, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "refill", "shards", "most"),
     [
@@ -193,6 +197,7 @@ def test_the_prompt_of_a_group_is_read_once(slots, refill, shards, most, prefill
     assert_same(groups(16, 4, limits), by_slots)
 
 
+@pytest.mark.slow
 def test_a_device_that_reads_ahead_keeps_the_prompts_that_it_needs():
     """The rows of the first device end at once; its prompts make the second read ahead."""
     limits = [1] * 8 + [12] * 8
@@ -200,6 +205,7 @@ def test_a_device_that_reads_ahead_keeps_the_prompts_that_it_needs():
     assert_same(groups(16, 4, limits), groups(16, 4, limits, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "samples", "limits", "slots", "refill", "shards"),
     [
@@ -343,6 +349,7 @@ def test_rows_in_pages_get_the_same_where_layers_lie_in_a_stack(name, request):
     assert pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(NAMES, 2))
 def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     expected = of_whole_rows(rows_of_different_lengths, name)
@@ -361,6 +368,7 @@ def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
     assert {run.rows for run in pages} == {24, 12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
     [
@@ -393,6 +401,7 @@ def long_groups(name="qwen3", config=None, samples=4, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slots", "refill"),
     [
@@ -410,6 +419,7 @@ def test_rows_of_a_group_share_the_pages_of_their_prompt(slots, refill, request)
     assert max(run.needed for run in pages) <= slots * 3 + 1  # the others: 40 tokens and a part
 
 
+@pytest.mark.slow
 def test_all_rows_of_all_groups_begin_with_the_pages_of_each_prompt_once(request):
     expected = of_whole_rows(long_groups)
     pages = request.getfixturevalue("pages")
@@ -565,6 +575,7 @@ def gemma(window, *kinds):
     return dataclasses.replace(config, attention=attention, layer_kinds=kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("window", "kinds"),
     [
@@ -657,6 +668,7 @@ def test_a_row_of_nan_leaves_nothing_in_its_pages(pages):
     assert pages
 
 
+@pytest.mark.slow
 def test_rows_that_need_a_page_in_the_same_step_get_one(request):
     """32 rows hold the same number of tokens, in a pool that holds no page more."""
     prompts = batch([[1 + i] * 15 for i in range(16)], 15, "right")

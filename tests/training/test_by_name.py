@@ -122,6 +122,7 @@ def test_what_is_missing_or_unknown_is_named(make, error, name):
         make()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["remax", "reinforce_plus_plus"])
 def test_a_rollout_brings_what_its_estimator_needs(name):
     policy = small_policy(0)
@@ -150,6 +151,7 @@ def test_estimators_without_options_share_none_that_can_be_changed():
     assert Estimator(get_advantage("grpo")).options == {}
 
 
+@pytest.mark.slow
 def test_muon_orthogonalizes_each_layers_matrices_and_leaves_the_rest_to_adam():
     rng = np.random.default_rng(0)
     shapes = {
@@ -245,6 +247,7 @@ def test_norms_and_biases_do_not_decay(expected):
     assert moved == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "middle"), [("linear", 0.75), ("cosine", (2 + 2**0.5) / 4)])
 def test_a_falling_schedule_ends_after_the_last_step(name, middle):
     rate = make_schedule(name, steps=4, peak=1.0)

@@ -369,6 +369,7 @@ def test_a_damaged_newest_step_is_replaced_when_the_run_gets_there_again(tmp_pat
 MOMENTS = [pytest.param(x, marks=() if x < 1 else pytest.mark.exhaustive) for x in range(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_while_saving(tmp_path, moment):
     how = "background" if moment % 2 == 0 else "at once"

@@ -217,6 +217,7 @@ def test_of_many_learning_rates_a_million_are_looked_at():
         check_learning_rates(TrainConfig(optimizer=optimizer, steps=10**9))
 
 
+@pytest.mark.slow
 def test_a_configuration_uses_no_device():
     """Several processes find each other with its settings, before JAX initializes its devices."""
     code = """

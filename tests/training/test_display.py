@@ -382,6 +382,7 @@ def test_without_matplotlib(tmp_path, monkeypatch):
         draw_curves(tmp_path / "metrics.jsonl", tmp_path / "curves.png")
 
 
+@pytest.mark.slow
 def test_drawing_keeps_nothing_of_pyplot(tmp_path):
     """In a process of its own, where nothing else can have imported it."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')

@@ -52,6 +52,7 @@ def parameters(path):
     return (path / "policy/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_the_run_that_was_not_interrupted(folder, tmp_path, capsys):
     """Byte for byte: metrics, traces and parameters after 4 steps, at once or as 2 and 2."""
     changes = {"optimizer": OptimizerConfig(learning_rate=1e-2, schedule="constant")}
@@ -96,6 +97,7 @@ def test_a_run_in_two_cohorts_goes_on_byte_for_byte(folder, tmp_path, capsys):
     assert parameters(uninterrupted) == parameters(parts)
 
 
+@pytest.mark.slow
 def test_an_environment_may_change_the_working_directory(folder, tmp_path, monkeypatch):
     """The run goes on to write where it began."""
     (tmp_path / "elsewhere").mkdir()
@@ -135,6 +137,7 @@ def breaks(monkeypatch):
 FOUR = EvaluationConfig(every=0, problems=4)
 
 
+@pytest.mark.slow
 def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path, breaks):
     """4 episodes are evaluated, then 8 a step; the third step's fail, and the second is saved."""
     breaks(range(4 + 2 * 8 + 1, 1000))

@@ -62,6 +62,7 @@ def test_accuracy_is_the_share_of_rewards_of_one_or_more():
         judged(Judge(), [])
 
 
+@pytest.mark.slow
 def test_pass_at_k_is_the_share_of_choices_of_k_samples_with_a_right_one():
     right = np.arange(2 * K) < np.arange(5)[:, None]  # none, one, …, all of a prompt's
     results = judged(Judge([0.0] * 5 + right.reshape(-1).astype(float).tolist()), pass_k=K)
@@ -113,6 +114,7 @@ def test_other_parameters_are_judged_in_place_of_the_policys_own():
     assert passed.completions() == replaced.completions() != initial.completions()
 
 
+@pytest.mark.slow
 def test_completions_are_drawn_in_as_many_slots_as_the_settings_say(monkeypatch):
     slots = []
     drawn = engine.generate
@@ -227,6 +229,7 @@ def evaluate_two_turns(rows, *, discount=1.0, seed=0, pass_k=0, **rollout):
     return results, sorted(TwoTurns.seeds)  # threads reset them in any order
 
 
+@pytest.mark.slow
 def test_an_episode_is_judged_by_its_discounted_return():
     rows = EnvironmentRows(2, first=2)
     results, seeds = evaluate_two_turns(rows)
@@ -237,6 +240,7 @@ def test_an_episode_is_judged_by_its_discounted_return():
     assert others != seeds
 
 
+@pytest.mark.slow
 def test_failed_episodes_are_left_out_of_an_evaluation_unless_they_are_too_many():
     rows = EnvironmentRows(2)
     results, _ = evaluate_two_turns(rows, max_failed=0.5, pass_k=1)

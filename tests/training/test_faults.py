@@ -114,6 +114,7 @@ def test_a_full_disk_names_the_step_and_spoils_nothing(folder, uninterrupted, tm
     assert_goes_on(folder, tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_at_most_the_step_whose_line_is_the_last(folder, tmp_path, monkeypatch):
     """With a checkpoint every step, on a disk that is slower than the steps."""
     flush = os.fsync
@@ -168,6 +169,7 @@ def huge(lengths):
     return [3e38 * (-1) ** i for i in range(len(lengths))]
 
 
+@pytest.mark.slow
 def test_gradients_that_are_not_finite_are_skipped_and_counted(folder, tmp_path):
     settings = config(folder, tmp_path / "run", logging=EVERY_STEP)
     assert train(settings, reward=Scorer(call2=huge, call4=huge))["steps"] == STEPS  # not in a row
@@ -183,6 +185,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted(folder, tmp_path)
     assert learnt(tmp_path / "other", 3) == learnt(tmp_path / "run", 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("found_in", ["step", "evaluation", "last evaluation"])
 def test_a_policy_that_breaks_ends_the_run_and_is_not_saved(folder, tmp_path, found_in):
     every = {"step": 0, "evaluation": 2, "last evaluation": 0}[found_in]
@@ -218,6 +221,7 @@ def interrupt(lengths):
     raise KeyboardInterrupt("of the user")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
@@ -248,6 +252,7 @@ def stop():
     raise InterruptedRunError
 
 
+@pytest.mark.slow
 def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
     settings = config(folder, tmp_path / "run")
     train(config(folder, tmp_path / "whole", steps=1), reward=Scorer())
@@ -270,6 +275,7 @@ def test_a_stale_sampler_costs_no_finished_step(folder, tmp_path):
     assert arrays(tmp_path / "run", 1) == arrays(tmp_path / "whole", 1)
 
 
+@pytest.mark.slow
 def test_all_rows_are_compared_in_the_first_and_every_25th_step(folder, tmp_path):
     """In the others those of the first update, for which each step deals prompts out anew."""
     settings = config(folder, tmp_path / "run", update=update(mini_batches=2))

@@ -56,6 +56,7 @@ def test_packed_rows_are_scored_as_their_sequences_are_alone():
         loss_of_scores(GKDLoss(), rows, {"logps": alone}, {})
 
 
+@pytest.mark.slow
 def test_experts_go_with_their_tokens():
     """Packed or not, and with those of a last token missing, for which the router chooses."""
     params, config = params_of("qwen3_moe"), config_of("qwen3_moe")
@@ -94,6 +95,7 @@ def test_experts_of_another_shape_or_type_are_refused(experts):
         read([ALONE[0] | {"routed_experts": experts}])
 
 
+@pytest.mark.slow
 def test_parts_add_up_to_the_whole():
     (expected_sum,), logps, expected = gradient(read(PACKED))
     losses, in_parts, summed = gradient(read(PACKED), micro_batch_size=1)
@@ -128,6 +130,7 @@ def test_a_loss_of_pairs_is_given_pairs():
     assert len(losses) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batch_size", each([1, None]))
 def test_the_loss_says_how_many_tokens_of_the_teacher_count(micro_batch_size):
     logits = np.random.default_rng(0).normal(size=(2, 4, 48)).astype(np.float32)

@@ -67,6 +67,7 @@ def test_loss_and_gradient_of_each_family(name):
     assert relative(ours, gradient) < 2e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["grpo", pytest.param("dapo", marks=pytest.mark.exhaustive)])
 def test_micro_batches_change_nothing(loss):
     """One that divides by sequences, and one that divides by tokens; of different numbers."""
@@ -144,6 +145,7 @@ class Own(Loss):
         return LossOutput(-jnp.sum(jnp.where(kept, outputs["logps"], 0)) / denominator)
 
 
+@pytest.mark.slow
 def test_losses_of_ones_own():
     _, (summary,) = accumulate(Own(), [BATCH])
     assert float(summary.denominator) == summary.tokens

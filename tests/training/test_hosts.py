@@ -68,6 +68,7 @@ def assert_same_metrics(got, expected, atol=1e-5):
         np.testing.assert_allclose(a[name], value, atol=atol, err_msg=name)
 
 
+@pytest.mark.slow
 def test_two_processes_are_one(folder, tmp_path):
     short = {"steps": 1, "update": small_run.update(kl_beta=0.0)}
     alone = train(config(folder, tmp_path / "one", **short))
@@ -237,6 +238,7 @@ def test_the_files_that_a_run_imports_are_hashed_by_option(tmp_path):
     assert code_hashes(TrainConfig(environment="openenv:http://localhost:8000")) == {}
 
 
+@pytest.mark.slow
 def test_hosts_that_are_started_differently_are_refused_by_name(folder, tmp_path):
     other = {1: ["--optimizer.learning_rate=0.02"]}
     run = run_joined(folder, config(folder, tmp_path / "run"), extra=other, status=1)
@@ -262,6 +264,7 @@ def messages(monkeypatch, then=lambda calls: None):
     return calls
 
 
+@pytest.mark.slow
 def test_the_messages_of_a_step(folder, tmp_path, monkeypatch):
     """Each takes milliseconds on CPUs, whatever its size; seen from one process that sends all."""
     calls = messages(monkeypatch)
@@ -272,6 +275,7 @@ def test_the_messages_of_a_step(folder, tmp_path, monkeypatch):
     assert calls[begin : begin + 4] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "count"), [("computing rewards", 2), ("saving step 2", 1)])
 def test_a_signal_after_the_rewards_ends_a_run_before_it_draws(
     folder, tmp_path, monkeypatch, moment, count

@@ -59,6 +59,7 @@ LAYERS = POLICY.config.repeats * len(POLICY.config.block)
 TOKEN = 2 * LAYERS * SHAPE.key_value_heads * SHAPE.head_dim * 4  # bytes of its keys and values
 
 
+@pytest.mark.slow
 def test_an_update_takes_its_state_and_more_with_more_tokens():
     needs = [of_update(micro_batch_tokens=tokens) for tokens in (256, 1024, 4096)]
     assert bytes_of(begun()[1]) < needs[0] < needs[1] < needs[2]
@@ -70,6 +71,7 @@ def test_an_update_takes_its_state_and_more_with_more_tokens():
     assert with_reference - needs[0] >= bytes_of(POLICY.params)
 
 
+@pytest.mark.slow
 def test_an_update_takes_the_experts_that_it_replays():
     """One byte each, of the rows of a mini-batch and of its lines."""
     config = config_of("qwen3_moe")
@@ -98,12 +100,14 @@ def test_an_update_takes_the_experts_that_it_replays():
     )
 
 
+@pytest.mark.slow
 def test_a_rollout_takes_its_caches():
     few, all_rows = of_rollout(4), of_rollout()
     assert all_rows - few >= 12 * 127 * TOKEN  # 16 rows of 64 + 64 - 1 tokens, or 4
     assert few > bytes_of(begun()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", each([1, 3]))
 def test_a_penalty_takes_a_copy_of_the_logits(turns):
     vocab, rows = 9000, 64
@@ -125,6 +129,7 @@ def test_a_penalty_takes_a_copy_of_the_logits(turns):
     assert needed(1.1) - needed(1.0) >= 0.9 * rows * vocab * 4
 
 
+@pytest.mark.slow
 def test_episodes_take_their_caches_twice_or_are_read_again():
     """Once where they stay between turns, once in slots; with fewer slots nothing stays."""
     recipe, state = begun()
@@ -150,6 +155,7 @@ def test_devices_share_what_a_run_takes():
     assert rollout_memory(*shared) < 0.5 * of_rollout()
 
 
+@pytest.mark.slow
 def test_settings_that_choose_themselves_are_made_to_fit():
     notes = []
     recipe, state = begun()
@@ -162,6 +168,7 @@ def test_settings_that_choose_themselves_are_made_to_fit():
     assert chosen.rollout.slots is None
 
 
+@pytest.mark.slow
 def test_what_is_recomputed_is_chosen_by_memory():
     recipe, state = begun(recompute="auto", micro_batch_tokens=4096)
     kept = of_update(recompute="elementwise", micro_batch_tokens=4096)
@@ -174,6 +181,7 @@ def test_what_is_recomputed_is_chosen_by_memory():
         assert notes[0] == f"update.recompute {expected}"
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_what_it_chose(folder, tmp_path):
     """The same configuration again: what was left to choose is as it was, and not refused."""
     settings = small_run.config(
@@ -220,6 +228,7 @@ def test_a_chosen_budget_is_kept_and_a_given_one_is_not_replaced():
     assert with_choices(smaller, saved) == smaller
 
 
+@pytest.mark.slow
 def test_numbers_that_were_given_are_refused_where_they_do_not_fit():
     recipe, state = begun(micro_batch_tokens=512)
     limit = of_update(micro_batch_tokens=256)

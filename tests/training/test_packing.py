@@ -311,6 +311,7 @@ def unpacked_gradient():
     return adapter_gradient([(BATCH, None)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cut",
     each([BUDGETS["a line at a time"], BUDGETS["all at once"], {"tokens": 48, "several": False}]),
@@ -320,6 +321,7 @@ def test_dropout_is_what_it_is_unpacked(unpacked_gradient, cut):
     assert_same_gradient(adapter_gradient(parts(BATCH, **cut)), unpacked_gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("tensor", each([2, 1]))
 def test_dropout_is_the_same_on_a_mesh(unpacked_gradient, tensor, packed):
@@ -338,6 +340,7 @@ def test_dropout_is_the_same_with_padding_in_front(unpacked_gradient):
     assert_same_gradient(adapter_gradient([(batch, None)]), unpacked_gradient)
 
 
+@pytest.mark.slow
 def test_rows_of_the_next_call_drop_other_inputs():
     key = jax.random.key(3)
     once, twice = (adapter_gradient([(BATCH, None)] * calls, key=key) for calls in (1, 2))

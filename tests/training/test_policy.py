@@ -64,6 +64,7 @@ def test_a_run_keeps_the_tensors_that_it_does_not_train(folder):
     assert_carried(place / "exported", tensors)
 
 
+@pytest.mark.slow
 def test_merged_adapters_keep_them_too(folder):
     place, model, tensors = folder
     lora = LoraSettings(rank=2, target_modules="all-linear")

@@ -311,6 +311,7 @@ COMPILED = 'import hashlib; hashlib.pbkdf2_hmac("sha256", b"x", b"x", 10**9)'
 SAME = [pytest.param(x, x, marks=pytest.mark.exhaustive) for x in BOTH]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [BOTH, BOTH[::-1], *SAME])
 def test_the_second_signal_ends_the_process(first, second):
     code = BUSY.format(wait=ASKED, wait_more="time.sleep(600)")
@@ -322,6 +323,7 @@ def test_the_second_signal_ends_the_process(first, second):
         assert process.stdout.read() == ""
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_compiled_code_too():
     code = BUSY.format(wait="", wait_more=COMPILED)
     with started(code, "ready", "asked") as process:
@@ -352,6 +354,7 @@ with Interruption() as interruption:
 """
 
 
+@pytest.mark.slow
 def test_signals_to_forked_processes_are_not_the_runs():
     with started(FORKED, [15, 15, 15], False) as process:
         assert process.wait(timeout=60) == 0
@@ -371,6 +374,7 @@ with Interruption(patience=0.1, last_resort=save):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "status", "message"),
     [("return tries == 2", 143, "is saved"), ('raise OSError("no space")', 1, "no space")],

@@ -23,6 +23,7 @@ def files(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_run_learns_from_the_scores_of_a_model(devices, files, monkeypatch, capfd):
     calls, score = [], RewardModel.__call__

@@ -145,6 +145,7 @@ def test_adapters_go_on_with_the_base_that_they_were_trained_on(folder, tmp_path
         export(tmp_path / "run", tmp_path / "merged", merge=True)
 
 
+@pytest.mark.slow
 def test_before_the_first_step_other_problems_are_measured_again(folder, tmp_path):
     def first_is_right(trajectories, truths):
         return [float(i == 0) for i in range(len(trajectories))]
@@ -158,6 +159,7 @@ def test_before_the_first_step_other_problems_are_measured_again(folder, tmp_pat
         assert summary["reward_before"] == summary["reward_after"] == expected
 
 
+@pytest.mark.slow
 def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
     """A policy may learn from what is easy to get, and be judged by what is wanted."""
     (tmp_path / "judge.py").write_text(JUDGE)
@@ -214,6 +216,7 @@ def test_the_reference_is_the_policy_that_the_run_began_with(folder, uninterrupt
     assert_same_run(tmp_path / "run", folder / "whole")
 
 
+@pytest.mark.slow
 def test_another_run_can_be_gone_on_with_elsewhere(folder, uninterrupted, tmp_path):
     run_config, *_ = uninterrupted
     changes = {"output_dir": str(tmp_path / "longer"), "resume": run_config.output_dir, "steps": 5}
@@ -224,6 +227,7 @@ def test_another_run_can_be_gone_on_with_elsewhere(folder, uninterrupted, tmp_pa
     assert len(lines(folder / "whole")) == 4
 
 
+@pytest.mark.slow
 def test_a_run_with_relative_paths_goes_on_from_anywhere(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     judged = EvaluationConfig(every=0, problems=4, path="held_out.jsonl")
@@ -294,6 +298,7 @@ def test_a_run_is_never_lost_by_accident(folder, uninterrupted, changes, error, 
     assert sorted(p.name for p in (folder / "whole").rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_other_held_out_problems_under_the_same_name_are_noticed(folder, tmp_path):
     """The accuracy before the first step was that of the problems before."""
     shutil.copy(folder / "held_out.jsonl", tmp_path)
@@ -340,6 +345,7 @@ def test_settings_that_are_damaged_are_named(folder, tmp_path, text):
     assert main(["train", *arguments]) == 1
 
 
+@pytest.mark.slow
 def test_no_two_rollouts_share_noise(folder, tmp_path):
     """Of the same prompts, by a policy that does not change: two steps of two rollouts each."""
     lines = (folder / "task.jsonl").read_text().splitlines()[:2]
@@ -438,6 +444,7 @@ def column(directory, name):
     return [line[name] for line in lines(directory)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_a_constant_reward_changes_nothing(folder, tmp_path, capsys, advantage):
     asked = update(advantage=advantage, scale="group", kl_beta=0.0)
@@ -465,6 +472,7 @@ def rewards_of_steps(*, first):
     return reward
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly_among_steps_without_a_signal(folder, tmp_path):
     run_config = decaying_config(folder, tmp_path / "whole")
     train(run_config, reward=rewards_of_steps(first=1))
@@ -507,6 +515,7 @@ def judged(folder):
 MOMENTS = [(5, 2, 1), (9, 4, 3), (10, 4, 4), (6, 2, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "step", "lines"),
     [pytest.param(*m, marks=[pytest.mark.exhaustive] if m[0] != 9 else []) for m in MOMENTS],

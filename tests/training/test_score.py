@@ -19,6 +19,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family"), [*((name, "qwen3") for name in PLACES), ("mask", "gemma2")]
 )

@@ -80,6 +80,7 @@ def loads(server):
     return server.paths().count("/collective_rpc")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", each([{}, {"mesh__fsdp": 2, "mesh__tensor": 2}]), ids=str)
 def test_each_step_samples_from_the_policy_that_it_trains(folder, server, tmp_path, mesh):
     rows = run(folder, server, tmp_path, **mesh)
@@ -89,6 +90,7 @@ def test_each_step_samples_from_the_policy_that_it_trains(folder, server, tmp_pa
     assert not any("/v1/load_lora_adapter" in path for path in server.paths())
 
 
+@pytest.mark.slow
 def test_what_the_server_has_at_the_end_is_the_policy_that_is_saved(folder, server, tmp_path):
     held_out = {"evaluation__path": str(folder / "task.jsonl"), "evaluation__every": 2}
     rows = run(folder, server, tmp_path, **held_out)
@@ -106,6 +108,7 @@ def test_the_policy_of_a_run_is_exported_without_a_server(folder, server, tmp_pa
     chex.assert_trees_all_equal(saved, exported)
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_one_after_the_other(folder, server, tmp_path):
     rows = run(folder, server, tmp_path, lora__rank=2, optimizer__learning_rate=1e-2)
     assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
@@ -124,6 +127,7 @@ EPISODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "history", ["append", pytest.param("template", marks=pytest.mark.exhaustive)]
 )
@@ -137,6 +141,7 @@ def test_episodes_of_several_turns(folder, server, tmp_path, history):
 # Overlap: the rollout of the next step during the update of this one.
 
 
+@pytest.mark.slow
 def test_overlapped_steps_learn_from_the_policy_before(folder, server, tmp_path):
     rows = run(folder, server, tmp_path, server__overlap=True, steps=4)
     first, *others = [row["sampling/logp_diff/max"] for row in rows]
@@ -152,6 +157,7 @@ def drawn(server):
     return [(body["prompt"], body["seed"]) for body in asked if body["n"] == 4]
 
 
+@pytest.mark.slow
 def test_overlapped_steps_draw_the_same_prompts_with_the_same_seeds(folder, server, tmp_path):
     run(folder, server, tmp_path / "alone", steps=4)
     alone, server.asked = drawn(server), []
@@ -160,6 +166,7 @@ def test_overlapped_steps_draw_the_same_prompts_with_the_same_seeds(folder, serv
     assert len({seed for _, seed in alone}) == len(alone) == 8
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_off_draws_the_lost_prompts_again(folder, server, tmp_path, monkeypatch):
     changes = {"server__overlap": True, "optimizer__schedule": "constant"}
     run(folder, server, tmp_path / "whole", steps=4, **changes)
@@ -203,6 +210,7 @@ def test_the_server_samples_while_the_update_runs(folder, server, tmp_path, monk
     assert sampling.is_set()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_overlap_repeats_the_steps(folder, server, tmp_path):
     """A checkpoint is not overlapped: the step after it samples from the policy that it holds."""
     changes = {"server__overlap": True, "steps": 6, "logging__checkpoint_every": 3}
@@ -218,6 +226,7 @@ def test_a_resumed_run_with_overlap_repeats_the_steps(folder, server, tmp_path):
     assert whole[3]["sampling/logp_diff/max"] < EXACT < whole[4]["sampling/logp_diff/max"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_may_begin_to_overlap(folder, server, tmp_path):
     """The limit of the sampler's mismatch then is that of overlapped steps."""
     options = {"steps": 2, "logging__checkpoint_every": 10, "optimizer__learning_rate": 3e-3}
@@ -298,6 +307,7 @@ def test_a_server_that_keeps_its_weights_ends_the_run(folder, server, tmp_path):
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_policy_whose_logits_are_not_finite_is_not_saved(folder, server, tmp_path, overlap):
     """The server of these tests closes the connection, as it cannot draw from NaN."""
@@ -308,6 +318,7 @@ def test_a_policy_whose_logits_are_not_finite_is_not_saved(folder, server, tmp_p
     assert saved == ["step_00000000"]
 
 
+@pytest.mark.slow
 def test_errors_name_what_a_user_of_the_command_can_change(folder, server, tmp_path):
     def errors_of(name, **changes):
         with pytest.raises((ServerError, OSError)) as caught:
@@ -329,6 +340,7 @@ def test_errors_name_what_a_user_of_the_command_can_change(folder, server, tmp_p
     assert "may be paused still" in errors_of("paused")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "needed", "option"),
     [({}, 40, "rollout.max_prompt_tokens or "), (EPISODES, 60, "rollout.max_episode_tokens")],
@@ -345,6 +357,7 @@ def test_a_server_without_room_for_the_longest_row_is_refused(
     assert len(run(folder, server, tmp_path, steps=1, **changes)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["same", "elsewhere"])
 def test_a_resume_that_does_not_find_its_server_changes_nothing(
     folder, server, tmp_path, elsewhere
@@ -429,6 +442,7 @@ def test_overlap_in_several_processes_is_refused(folder, server, tmp_path, monke
         make_engine(config, load_policy(config.model))
 
 
+@pytest.mark.slow
 def test_raw_log_probabilities_take_filters_at_temperature_1(folder, server, tmp_path):
     filters = {"rollout__top_k": 5, "rollout__top_p": 0.9, "update__max_logp_diff": 1e-5}
     with pytest.raises(ServerError, match="--logprobs-mode raw_logprobs"):
@@ -437,12 +451,14 @@ def test_raw_log_probabilities_take_filters_at_temperature_1(folder, server, tmp
     assert len(run(folder, server, tmp_path / "raw", **filters)) == 3
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_server_is_not_the_runs(folder, server, tmp_path, capsys):
     run(folder, server, tmp_path, mesh__memory=1.0, steps=1)
     shown = capsys.readouterr().out
     assert "micro_batch_tokens" in shown and "rollout.slots" not in shown
 
 
+@pytest.mark.slow
 def test_the_key_of_the_server_is_sent_and_not_saved(folder, server, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_API_KEY", "open-sesame")
     seen = []
@@ -463,6 +479,7 @@ def test_a_copy_of_the_checkpoint_is_served_by_name(folder, server, tmp_path):
     assert run(folder, server, tmp_path / "named", server__served_name=server.name, **changes)
 
 
+@pytest.mark.slow
 def test_a_run_whose_server_has_a_relative_path_is_resumed_elsewhere(
     folder, server, tmp_path, monkeypatch
 ):
@@ -505,6 +522,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", each(list(VARIANTS), default=2))
 def test_tokens_are_trained_through_the_experts_of_the_server(
     mixture, odd_server, tmp_path, variant
@@ -514,12 +532,14 @@ def test_tokens_are_trained_through_the_experts_of_the_server(
     assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
 
 
+@pytest.mark.slow
 def test_a_reference_policy_chooses_experts_by_itself(mixture, odd_server, tmp_path):
     """It is the policy that the run began with, so the divergence is that of the choice alone."""
     [row] = run(mixture, odd_server, tmp_path, **MIXTURE, update__kl_beta=0.1, steps=1)
     assert row["kl"] > 0.1
 
 
+@pytest.mark.slow
 def test_without_a_replay_they_are_trained_through_others(mixture, odd_server, tmp_path):
     with pytest.raises(SamplerMismatchError):
         run(mixture, odd_server, tmp_path, server__tolerance=50.0, steps=1)
@@ -542,6 +562,7 @@ def test_a_server_that_does_not_report_experts_is_told_how(mixture, odd_server, 
         run(mixture, odd_server, tmp_path, **MIXTURE)
 
 
+@pytest.mark.slow
 def test_the_trainers_own_choice_needs_no_report_of_the_server(mixture, odd_server, tmp_path):
     odd_server.experts = False
     [row] = run(mixture, odd_server, tmp_path, update__replay_routing="trainer", steps=1)

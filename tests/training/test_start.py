@@ -107,6 +107,7 @@ def test_examples_of_a_warm_start_are_prompts_with_their_answers():
         assert labels[labels != -100].tolist() == [*answer, POLICY.tokenizer.eos_token_id]
 
 
+@pytest.mark.slow
 def test_a_warm_start_ends_with_its_examples():
     """It raised that max() has no argument."""
     steps, settings = [], WarmStart(steps=3, rows=4, check_every=1)

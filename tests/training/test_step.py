@@ -117,6 +117,7 @@ def test_a_temperature_is_that_of_the_sampler_in_all_passes(compare_all):
     assert metrics["sampling/logp_diff/max"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1e-3, 1e3])
 def test_gradients_are_clipped_at_the_limit_of_the_run(limit):
     made = recipe(mini_batches=1)
@@ -136,6 +137,7 @@ def with_adapter(made, dropout=0.5, *, rank=2, seed=0, mesh=None):
     return make_recipe(config, policy, long_ones, mesh=mesh), policy.params
 
 
+@pytest.mark.slow
 def test_adapters_drop_inputs_by_the_seed_of_the_run():
     batch = sampled().batch
 
@@ -169,6 +171,7 @@ def learnt_with_dropout(budget=70, devices=1, rows=32, learning_rate=0.1, epochs
     return learn(state, batch, made, learning_rate=learning_rate, seed=(0, 0), row_lengths=lengths)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "devices"), [(4096, 1), pytest.param(70, 2, marks=pytest.mark.exhaustive)]
 )
@@ -183,6 +186,7 @@ def test_each_row_of_each_update_has_a_dropout_key_of_its_own():
     assert len({tuple(x) for pair in keys for x in np.asarray(jax.random.key_data(pair))}) == 8
 
 
+@pytest.mark.slow
 def test_each_update_drops_other_inputs():
     """Of one prompt, so that rows have the same order in both; nothing else changes."""
     _, learnt = learnt_with_dropout(rows=SAMPLES, learning_rate=0.0, epochs=2)
@@ -190,6 +194,7 @@ def test_each_update_drops_other_inputs():
     assert abs(first - second) > 1e-3 * first > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mini_batches", each([2, 1]))
 def test_dropout_is_no_mismatch(mini_batches):
     """The sampler has no dropout, and the trainer has none where the two are compared."""
@@ -212,6 +217,7 @@ def with_momentum(**changes):
     return adam, state, jax.tree.map(np.array, state)
 
 
+@pytest.mark.slow
 def test_a_sampler_with_other_weights_is_an_error_that_changes_nothing():
     adam, state, before = with_momentum()
     other = init_params(jax.random.key(99), POLICY.config)
@@ -231,6 +237,7 @@ def test_either_limit_stops_the_update(loose):
     jax.tree.map(np.testing.assert_array_equal, caught.value.state, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", range(4))
 def test_all_rows_can_be_compared(position):
     """Of four updates the first tells of its own prompt; later ones come too late to tell."""
@@ -259,6 +266,7 @@ def test_a_constant_reward_changes_nothing_moments_included():
     assert metrics["grad_norm"] == 0
 
 
+@pytest.mark.slow
 def test_only_updates_without_a_signal_are_left_out():
     adam, state, before = with_momentum(mini_batches=4)
     drawn = sampled(adam, 1, state.params)
@@ -270,6 +278,7 @@ def test_only_updates_without_a_signal_are_left_out():
     assert state.step == before.step + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rollouts", [1, 2])
 def test_a_penalty_is_a_reason_to_move(rollouts):
     """Rewards are all the same, but the policy is not the one that it is held near."""
@@ -286,6 +295,7 @@ def test_a_penalty_is_a_reason_to_move(rollouts):
     assert state.step == before.step + 2
 
 
+@pytest.mark.slow
 def test_later_updates_compare_with_the_policy_that_sampled():
     drawn, twice = sampled(), recipe(mini_batches=1, epochs=2)
     options = {"learning_rate": 0.1, "seed": (0, 0)}
@@ -326,6 +336,7 @@ def test_the_same_seed_gives_the_same_step_and_another_one_another():
     assert any(not np.array_equal(a, b) for a, b in leaves)
 
 
+@pytest.mark.slow
 def test_the_update_recomputes_what_the_configuration_says(monkeypatch):
     asked = []
 
@@ -462,6 +473,7 @@ def test_rewards_are_logged_one_by_one():
     assert metrics["rewards/long/mean"] == pytest.approx(metrics["reward"] - 1.0)
 
 
+@pytest.mark.slow
 def test_a_rollout_costs_its_longest_row_not_the_longest_possible():
     roomy = recipe(
         rollout=dataclasses.replace(ROLLOUT, max_new_tokens=200, num_samples=2),
@@ -498,6 +510,7 @@ def test_a_correction_weighs_what_is_learnt():
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_updates_replay_the_experts_that_were_chosen_before_the_first():
     config = config_of("qwen3_moe")
     config = dataclasses.replace(config, vocab_size=POLICY.config.vocab_size)
@@ -538,6 +551,7 @@ def test_a_mismatch_may_only_warn():
     assert "must be finite" in describe_mismatch(metrics, warned.config)
 
 
+@pytest.mark.slow
 def test_no_mini_batch_is_learnt_from_if_any_log_probability_is_nan():
     drawn = sampled()
     made = recipe(mini_batches=4)

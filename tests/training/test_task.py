@@ -207,6 +207,7 @@ def load(address, home, task="gsm8k", **environment):
     return hub_server.run(SCRIPT, task, address, home, **environment)
 
 
+@pytest.mark.slow
 def test_gsm8k_from_the_hub_is_judged_on_its_test_split(hub, tmp_path):
     get = "pip install 'twinkle-jax[hub]'"
     pyarrow = pytest.importorskip("pyarrow", reason=get)

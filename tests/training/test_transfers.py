@@ -95,12 +95,14 @@ def further(case):
     return pytest.param(case, marks=pytest.mark.exhaustive)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_gradients_are_the_same(mesh):
     mesh = make_mesh(**MESHES[mesh])
     assert_same(gradients(mesh, "once"), gradients(mesh, "layers"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -119,6 +121,7 @@ def test_whatever_is_trained_has_the_same_gradient(case):
     assert_same(gradients(mesh, "once", **case), gradients(mesh, "layers", **case))
 
 
+@pytest.mark.slow
 def test_bfloat16_gathers_and_sums_in_bfloat16():
     mesh = make_mesh(fsdp=4)
     with jax.numpy_dtype_promotion("standard"):
@@ -133,6 +136,7 @@ EXPECTED = {  # scores of all lines are gathered, to be put into rows; then the 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_an_update_makes_few_transfers(name):
     mesh, config = make_mesh(**MESHES[name]), decoder()
@@ -147,6 +151,7 @@ def test_an_update_makes_few_transfers(name):
     assert collectives(jax.jit(step).lower(state)) == EXPECTED[name]
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_training():
     """The ratio of a policy to itself is 1: scoring and training run the same programs."""
     mesh, config = make_mesh(fsdp=4), decoder()
@@ -163,6 +168,7 @@ def test_a_mesh_with_tensor_is_refused():
         gradients(make_mesh(fsdp=2, tensor=2), "once")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, *MESHES.values(), {"data": 2, "tensor": 2}], ids=str)
 def test_what_is_summed_over_all_parameters(sizes):
     """The norm counts each entry once, and one that is not finite is seen wherever it lies."""
@@ -184,6 +190,7 @@ def test_what_is_summed_over_all_parameters(sizes):
         assert bool(info.applied) is applied
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("value", "applied"), [(0.0, False), (1e-30, True), (np.nan, False)], ids=str
 )
@@ -207,6 +214,7 @@ def collectives(lowered):
     return sorted(kind for kind in opcodes if kind in KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESHES)
 def test_what_follows_an_update_makes_few_transfers(name):
     """The norm with the number of entries, and whether all is finite; rows for the next update."""

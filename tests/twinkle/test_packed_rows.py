@@ -40,6 +40,7 @@ def test_without_labels_no_token_is_scored_across_the_boundary(model):
     assert not scores[ends].any() and np.count_nonzero(scores) == len(scores) - 3
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_are_those_of_the_sequences_alone(model):
     """Also of a loss that weighs sequences alike, for one advantage a sequence."""
     loss = model.forward_backward(inputs=INPUTS, **SIDE)["loss"]

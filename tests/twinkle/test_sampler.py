@@ -93,6 +93,7 @@ def test_a_wrong_tokenizer_id_is_named(checkpoint, tmp_path, monkeypatch, place)
         model.set_template("Template", model_id=place)
 
 
+@pytest.mark.slow
 def test_adapters_by_path(checkpoint, sampler, trained, tmp_path):
     place = trained.save("adapter", tmp_path)
     plain = tokens(sampler.sample(PROMPTS, GREEDY))
@@ -121,6 +122,7 @@ def test_adapters_by_path(checkpoint, sampler, trained, tmp_path):
         next(served.sample_stream(PROMPTS[0]))
 
 
+@pytest.mark.slow
 def test_a_stream_of_text(sampler, trained, tmp_path):
     place = trained.save("adapter", tmp_path)
     sampler.set_template(Template(small_tokenizer("0123456789+="), max_length=64))
@@ -187,6 +189,7 @@ def test_prompts_are_scored(sampler):
         sampler.sample(PROMPTS, SamplingParams(max_tokens=0))
 
 
+@pytest.mark.slow
 def test_a_scored_conversation_is_what_a_student_trains_on(checkpoint, sampler, model):
     """Off-policy distillation, as Twinkle's recipe: a teacher scores answers that are there."""
     template = Template(small_tokenizer("0123456789+="), max_length=64)
@@ -217,6 +220,7 @@ def teacher(tmp_path_factory):
     return TransformersModel(model_id=place).forward_only(inputs=INPUTS, return_logits=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topk", [None, 4])
 @pytest.mark.parametrize("micro", [None, 2])
 def test_distillation(model, teacher, topk, micro):
@@ -248,6 +252,7 @@ def test_distillation(model, teacher, topk, micro):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_the_loss_or_the_call_says_how_many_tokens_of_the_teacher_count(model, teacher):
     def loss_of(of_loss, **options):
         model.set_loss(GKDLoss(topk=of_loss))

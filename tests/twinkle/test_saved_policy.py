@@ -57,6 +57,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(checkpoint, tmp_path, lora):
     assert again.learning_rate == model.learning_rate and again.cur_step == 5
 
 
+@pytest.mark.slow
 def test_weights_alone(checkpoint, tmp_path):
     model = start(checkpoint)
     train(model, 1)
@@ -195,6 +196,7 @@ def test_a_configuration_instead_of_the_checkpoints(checkpoint):
         )
 
 
+@pytest.mark.slow
 def test_random_parameters_for_a_configuration(checkpoint, tmp_path):
     config = TransformersModel(checkpoint).config
     mesh = DeviceMesh.from_sizes(fsdp_size=2)

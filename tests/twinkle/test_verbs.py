@@ -130,6 +130,7 @@ def test_a_metric_of_a_scripts_own(checkpoint):
     assert model.calculate_metric(is_training=False) == {"passes": 0}
 
 
+@pytest.mark.slow
 def test_liger_changes_no_number(model):
     model.set_loss("CrossEntropyLoss")
     plain = model.forward_backward(inputs=INPUTS)["loss"]
@@ -165,6 +166,7 @@ def test_losses_of_evaluation(model):
         model.calculate_loss()
 
 
+@pytest.mark.slow
 def test_separate_verbs_give_the_gradient_of_forward_backward(model):
     options = {"temperature": 0.5, "micro_batch_size": 2}
     whole = float(model.forward_backward(inputs=INPUTS, **options, **SIDE)["loss"])
@@ -266,6 +268,7 @@ def mixture():
     return model
 
 
+@pytest.mark.slow
 def test_recorded_experts_are_replayed_after_the_router_has_changed(mixture):
     before = mixture.forward_only(inputs=INPUTS, router_replay_action=RouterReplayAction.RECORD)
     experts = before["routed_experts"]

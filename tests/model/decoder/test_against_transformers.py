@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, REAL_GEMMA4, batch, each, family
+from tests.model.families import ALL, NAMES, REAL_GEMMA4, batch, each, family
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -251,7 +251,9 @@ def saved(tmp_path_factory):
     return save
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [c if c in ALL else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+)
 def test_logits_on_unequal_lengths_and_both_paddings(case, saved):
     model, directory = saved(case)
     decoder = load_pretrained(directory)
@@ -263,6 +265,7 @@ def test_logits_on_unequal_lengths_and_both_paddings(case, saved):
         np.testing.assert_allclose(actual[mask], expected[mask], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if "yarn" in case])
 def test_yarn_beyond_the_original_length(case, saved):
     """A row of 40 tokens where 16 were the original length; some are decoded and packed too."""
@@ -293,6 +296,7 @@ def test_yarn_beyond_the_original_length(case, saved):
     close(jnp.stack(decoded))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_longrope_around_the_original_length(same, tmp_path):
     """transformers takes the second list for rows of more than 16 tokens, in whole batches."""
@@ -389,6 +393,7 @@ def test_gradients_of_a_loss(name, saved):
             np.testing.assert_allclose(ours_stored, expected, atol=2e-4 * scale + 1e-6, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -529,6 +534,7 @@ VISION = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VISION)
 def test_vision_language_checkpoints(name, tmp_path):
     """Nested names and configuration, with the vision tensors kept for transformers."""

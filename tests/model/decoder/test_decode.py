@@ -56,6 +56,7 @@ def test_every_position_equals_the_full_forward(name, side):
 EXPERTS = {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stacked", "mixture"), [(True, True), (True, False), (False, False)])
 def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked, mixture):
     """Of two repetitions of two sliding layers and a full one; by steps, and several at once."""

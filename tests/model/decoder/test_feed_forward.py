@@ -102,6 +102,7 @@ def test_products_of_the_gradient_are_as_exact_as_those_of_the_value():
     assert products == exact >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 2, 3, 37, 700])
 @pytest.mark.parametrize("skew", [0.0, 8.0])
 @pytest.mark.parametrize("chosen", [1, 2])
@@ -156,6 +157,7 @@ def test_parts_of_the_experts_add_up(add_up):
     np.testing.assert_array_equal(part(-E.number, 1), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 @pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 4), (4, 1, 1)])
 @jax.numpy_dtype_promotion("standard")

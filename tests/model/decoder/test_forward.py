@@ -376,6 +376,7 @@ def test_layers_of_both_kinds_are_one_loop_over_one_layer(layers):
     assert str(loop.params["jaxpr"]).count(" cond[") == 1  # of an attention with a window
 
 
+@pytest.mark.slow
 def test_kinds_of_layers_with_an_attention_each_are_the_same_decoder():
     """What sliding layers share with full ones, written out: on whole rows and in decoding."""
     config, params = config_of("gemma3_text"), params_of("gemma3_text")
@@ -422,6 +423,7 @@ def test_the_module_is_the_functions(name):
     assert hash(graph) == hash(nnx.split(Decoder(config, params))[0])
 
 
+@pytest.mark.slow
 def test_the_module_computes_logits_and_takes_the_functions_options():
     config, params = config_of("qwen2"), params_of("qwen2")
     tokens = jnp.array([[1, 2, 3, 4]])

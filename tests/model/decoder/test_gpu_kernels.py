@@ -51,6 +51,7 @@ def attend(query, keys, values, owner, start, first, last, dtype="float32", **op
     return attend_to_pages(*arrays, jnp.int32(1), *integers, scale=0.3, interpret=True, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("queries", [1, 7, 17])
 @pytest.mark.parametrize(("dtype", "close"), [("float32", 1e-6), ("bfloat16", 0.02)])
 def test_rows_attend_to_their_tokens(dtype, close, queries):
@@ -69,6 +70,7 @@ def test_rows_attend_to_their_tokens(dtype, close, queries):
         np.testing.assert_allclose(actual, expected, rtol=close, atol=close)
 
 
+@pytest.mark.slow
 def test_rows_of_a_group_read_the_pages_of_their_prompt_together():
     """Seven rows of three prompts, of which one fills no page, in blocks of three and two."""
     prompts, of_row = [3 * SIZE, SIZE, 0], np.array([1, 0, 0, 2, 0, 1, 0])
@@ -135,6 +137,7 @@ def test_pages_are_listed_row_by_row():
     assert page[:5].tolist() == [1, 4, 3, 5, 0]  # a window has left the first page of row 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

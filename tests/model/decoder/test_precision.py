@@ -92,6 +92,7 @@ def transformers_difference(config, params, tokens, folder):
     return float((chosen[0] - chosen[1]).abs().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(["qwen3", *(x for x in ALL if x != "qwen3")]))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_trainer_scores_what_the_sampler_drew(name, tmp_path):
@@ -111,6 +112,7 @@ def test_the_trainer_scores_what_the_sampler_drew(name, tmp_path):
     assert np.min(scored) < -5 and np.max(scored) > -0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(["qwen3", *(x for x in ALL if x != "qwen3")]))
 def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
     config, params = sharp(name)
@@ -221,6 +223,7 @@ def whole_step(params, config, tokens, dtype):
     return jax.grad(logprobs)(params), logits, drawn, extend(params, config, tokens, cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(["qwen2", "gemma3_text", "qwen3_5_text"]))
 def test_float32_is_exact_on_accelerators(name, monkeypatch):
     """JAX would round factors to TensorFloat-32 on a GPU and to bfloat16 on a TPU."""

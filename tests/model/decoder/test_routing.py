@@ -69,6 +69,7 @@ def test_equals_the_float64_reference(name, side):
     assert float(jnp.max(jnp.abs(got - live))) > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "kind"), [(NAMES[0], np.uint8), (NAMES[1], np.int32)])
 def test_the_routers_own_choice_changes_nothing(name, kind):
     """Neither values nor gradients, that of the router among them."""
@@ -92,6 +93,7 @@ def test_the_routers_own_choice_changes_nothing(name, kind):
     assert float(jnp.abs(router["kernel"]).max()) > 1e-3
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_the_named_experts_and_the_router():
     """Against differences of the float64 reference."""
     config, params = model_of("qwen3_moe")
@@ -145,6 +147,7 @@ def routed_batch(config):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(NAMES))
 def test_packing_changes_nothing(name):
     config, params = model_of(name)
@@ -167,6 +170,7 @@ def chosen_by_the_reference(params, config, row):
     return np.sort(routing, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_experts_of_each_token_are_recorded(name, side):
@@ -181,6 +185,7 @@ def test_the_experts_of_each_token_are_recorded(name, side):
         np.testing.assert_array_equal(np.sort(kept), chosen_by_the_reference(params, config, row))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transfers", [None, "layers", "once"])
 def test_packed_and_on_a_mesh_the_same_experts_are_recorded(transfers):
     """Those that a row is told to use are recorded as such, too."""
@@ -202,6 +207,7 @@ def test_packed_and_on_a_mesh_the_same_experts_are_recorded(transfers):
     np.testing.assert_allclose(replayed.logps, expected.logps, atol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transfers", ["layers", "once"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_mesh_changes_nothing(transfers, packed):
@@ -225,6 +231,7 @@ def test_a_mesh_changes_nothing(transfers, packed):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-5), *sums)
 
 
+@pytest.mark.slow
 def test_a_gradient_step_is_that_of_the_named_experts():
     """It is not the router's: experts that no token is sent to have no gradient."""
     config = config_of("qwen3_moe")

@@ -225,6 +225,7 @@ def test_no_activation_leaves_its_device():
     assert list(large(text, 24 * 40))  # the parameters' own are seen
 
 
+@pytest.mark.slow
 def test_the_mesh_is_found_from_the_arrays(compilations):
     mesh, batch = make_mesh(data=2, fsdp=4), random_batch(rows=8)
     state = spread(fresh("qwen3"), mesh)
@@ -271,6 +272,7 @@ def test_gradients_leave_a_layer_spread_and_in_the_type_of_the_parameters():
     assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 
 
+@pytest.mark.slow
 def test_parameters_are_gathered_in_the_compute_type_and_gradients_scattered_in_it():
     mesh, config = make_mesh(fsdp=8), config_of("qwen3")
     params = spread(random_params(config), mesh)

@@ -44,6 +44,7 @@ def rows(count, time, seed=0):
     return jnp.asarray(rng.integers(0, 48, (count, time)), jnp.int32), jnp.asarray(mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segmented", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", each(["gemma2", "gemma3_text", "qwen3", "qwen2", "qwen3_5_text"]))
 def test_values_and_gradients_are_those_of_xla(name, segmented):
@@ -153,6 +154,7 @@ CASES = {  # width of a head, slots, their axis, type, where each row writes
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("how", ["kernel", "mesh", "scatter"])
 def test_an_entry_is_written_and_nothing_else(case, how):

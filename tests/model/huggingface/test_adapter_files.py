@@ -247,6 +247,7 @@ def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
             load_adapter(saved, CONFIG)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 @pytest.mark.parametrize("name", ["gemma4_text mixture", "gemma4_text small"])
 def test_adapters_of_all_projections_are_pefts(name, tmp_path):

@@ -34,6 +34,7 @@ pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]
 NORM = "model.layers.1.post_attention_layernorm.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
 @pytest.mark.parametrize("leaves", ["small", "large"])
 def test_parameters_go_straight_to_their_shards(name, leaves, tmp_path, monkeypatch):

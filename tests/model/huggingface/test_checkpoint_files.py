@@ -233,6 +233,7 @@ def hub(tmp_path):
         yield files, address, asked
 
 
+@pytest.mark.slow
 def test_an_id_is_downloaded_once_and_then_found(hub, tmp_path):
     files, address, asked = hub
     params = params_of("qwen3")

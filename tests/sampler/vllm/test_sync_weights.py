@@ -116,6 +116,7 @@ def test_the_server_goes_on_whatever_fails(sampler, server, checkpoint, path):
         sampler.sample("12", ASK)
 
 
+@pytest.mark.slow
 def test_the_server_goes_on_after_a_call_that_took_too_long(server, checkpoint, tmp_path):
     place = {"model_id": checkpoint, "base_url": server.url, "shared_dir": tmp_path}
     sampler, ended = vLLMSampler(**place, timeout=5, retries=0), threading.Event()

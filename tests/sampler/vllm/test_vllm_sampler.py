@@ -385,6 +385,7 @@ def test_a_server_that_does_not_speak_tls(server, checkpoint):
         sampler.sample("12")
 
 
+@pytest.mark.slow
 def test_sequences_have_the_experts_that_the_server_chose(tmp_path):
     """Trained through them, tokens have the log-probabilities of the sampler."""
     place = write_checkpoint(tmp_path / "mixture", name="qwen3_moe")
