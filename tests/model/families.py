@@ -34,6 +34,7 @@ NAMES = (
     "smollm3",
     "granite",
     "phi3",
+    "gpt_oss",
 )
 ALL = (
     "llama",
@@ -176,6 +177,16 @@ _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's wi
     "attention_multiplier": 0.21,
     "residual_multiplier": 0.37,
     "logits_scaling": 0.7,
+}
+_OWN["gpt_oss"] = {  # a bound that many gates reach
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "attention_bias": True,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.25,
+    "intermediate_size": 16,
 }
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
 

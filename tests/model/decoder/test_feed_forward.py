@@ -25,7 +25,7 @@ ROUTER = jnp.asarray(RNG.normal(size=(24, E.number)), jnp.float32)
 @partial(jax.jit, static_argnums=(0, 5))
 def mixed(add_up, x, router, gate_up, down, experts=E):
     matrices = ff._Experts(gate_up[None], down[None], jnp.int32(0))
-    return add_up(CONFIG, x, ff._route(x, router, experts), matrices)
+    return add_up(CONFIG, x, ff._route(x, {"kernel": router}, experts), matrices)
 
 
 def by_hand(x, experts):
@@ -54,7 +54,7 @@ def test_each_token_goes_through_its_likeliest_experts(add_up, changes):
 @partial(jax.jit, static_argnums=4)
 def all_experts(x, router, gate_up, down, experts=E):
     """Every expert for every token, most with the weight 0."""
-    share, chosen = ff._route(x, router, experts)
+    share, chosen = ff._route(x, {"kernel": router}, experts)
     weights = jnp.sum(jax.nn.one_hot(chosen, len(down)) * share[..., None], axis=1)
     gate, up = jnp.split(jnp.einsum("tw,ewi->tei", x, gate_up), 2, axis=-1)
     y = jnp.einsum("tei,eiw->tew", jax.nn.silu(gate) * up, down)
@@ -143,7 +143,7 @@ def test_parts_of_the_experts_add_up(add_up):
 
     The parts lie in one array, as layers do.
     """
-    share, chosen = ff._route(X, ROUTER, E)
+    share, chosen = ff._route(X, {"kernel": ROUTER}, E)
     gate_up, down = (x.reshape(3, 2, *x.shape[1:]) for x in (GATE_UP, DOWN))
 
     @jax.jit

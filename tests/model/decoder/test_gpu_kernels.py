@@ -139,6 +139,7 @@ def test_pages_are_listed_row_by_row():
     "name",
     [
         "gemma2",
+        pytest.param("gpt_oss", marks=pytest.mark.exhaustive),
         pytest.param("qwen2", marks=pytest.mark.exhaustive),
         pytest.param("gemma3_text", marks=pytest.mark.exhaustive),
     ],

@@ -26,14 +26,14 @@ from twinkle_jax.training import begin_training, grad_step, score_batch, train_s
 from twinkle_jax.training.packing import plan
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
-NAMES = ("qwen3_moe", "qwen3_5_moe_text", "gemma4_text mixture")
+NAMES = ("qwen3_moe", "qwen3_5_moe_text", "gemma4_text mixture", "gpt_oss")
 
 
 @functools.cache
 def model_of(name):
     """Four layers: a block of several kinds of layers that is repeated, in one of the families."""
-    kinds = ["linear_attention", "full_attention"] * 2
-    extra = {"layer_types": kinds} if name == "qwen3_5_moe_text" else {}
+    other_kind = {"qwen3_5_moe_text": "linear_attention", "gpt_oss": "sliding_attention"}.get(name)
+    extra = {"layer_types": [other_kind, "full_attention"] * 2} if other_kind else {}
     config = parse_config(family(name, num_hidden_layers=4, **extra))
     return config, random_params(config)
 

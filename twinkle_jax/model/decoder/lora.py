@@ -114,7 +114,8 @@ def adapted_kernels(
         path[:-1]: p.shape
         for path, p in parameter_table(config).items()
         # As PEFT, to which experts are no projections, nor is a router, except Gemma 4's.
-        if path[0] == "layers" and path[-1] == "kernel" and path[-2] not in ("conv1d", "gate")
+        if path[0] == "layers" and path[-1] == "kernel"
+        if path[-2] not in ("conv1d", "gate", "router")
         if EXPERTS not in path
     }
     for name in FAMILIES[config.model_type].fused:  # one projection, to PEFT
