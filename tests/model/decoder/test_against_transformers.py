@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, REAL_GEMMA4, batch, each, family
+from tests.model.families import NAMES, REAL_GEMMA4, REAL_GPT_OSS, batch, each, family
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -492,18 +492,20 @@ def test_what_a_configuration_leaves_out_is_transformers_default(name):
     assert parse_config(written) == parse_config(full)
 
 
-@pytest.mark.parametrize("name", REAL_GEMMA4)
-def test_real_models_of_gemma_4_have_the_tensors_of_transformers(name):
-    """By name and shape; nothing is allocated. The output matrix is the embedding."""
+@pytest.mark.parametrize("real", [*REAL_GEMMA4.values(), *REAL_GPT_OSS.values()])
+def test_real_models_have_the_tensors_of_transformers(real):
+    """By name and shape; nothing is allocated. The output matrix of Gemma is the embedding."""
     with torch.device("meta"):
-        written = transformers.AutoConfig.for_model(**copy.deepcopy(REAL_GEMMA4[name]))
+        unpacked = {key: x for key, x in real.items() if key != "quantization_config"}
+        written = transformers.AutoConfig.for_model(**copy.deepcopy(unpacked))
         theirs = transformers.AutoModelForCausalLM.from_config(written).state_dict()
-    config, ours = parse_config(REAL_GEMMA4[name]), {}
+    config, ours = parse_config(real), {}
     table = parameter_table(config)
     for path, p in table.items():
         for stored in stored_names(config, path, p, "model."):
             ours[stored] = stored_shape(p)
-    assert ours == {n: tuple(x.shape) for n, x in theirs.items() if n != "lm_head.weight"}
+    ours.setdefault("lm_head.weight", (config.vocab_size, config.hidden_size))
+    assert ours == {n: tuple(x.shape) for n, x in theirs.items()}
 
 
 _QWEN_VISION = {

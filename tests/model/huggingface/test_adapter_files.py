@@ -248,13 +248,17 @@ def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_adapters_of_all_projections_are_pefts(tmp_path):
-    """Of Gemma 4: the router's, but no experts', nor values' where they are the keys."""
+@pytest.mark.parametrize("name", ["gemma4_text mixture", "gpt_oss"])
+def test_adapters_of_all_projections_are_pefts(name, tmp_path):
+    """Of Gemma 4 the router's, but no experts', nor values' where they are the keys.
+
+    Of GPT-OSS those of attention alone.
+    """
     get = "pip install 'twinkle-jax[test,oracle]'"
     peft = pytest.importorskip("peft", reason=get)
     torch = pytest.importorskip("torch", reason=get)
     transformers = pytest.importorskip("transformers", reason=get)
-    config = config_of("gemma4_text mixture")
+    config = config_of(name)
     theirs = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**json.loads(config.original))
     )
@@ -277,6 +281,9 @@ def test_adapters_of_all_projections_are_pefts(tmp_path):
     everything = LoraConfig(r=2, target_modules="all-linear")
     check_adapter(decoder.config, everything, adapter)
     assert "v_proj" in adapter["layers"]["0"]["self_attn"]
+    if config.model_type == "gpt_oss":
+        assert adapter["layers"]["0"].keys() == {"self_attn"}
+        return
     assert "v_proj" not in adapter["layers"]["1"]["self_attn"]
     assert "lora_A" in adapter["layers"]["0"]["router"]["proj"]
 
