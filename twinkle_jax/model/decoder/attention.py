@@ -48,8 +48,8 @@ def default_attention(
     Scoring and training use the same one, so that the ratio of a policy to itself is 1.
 
     cuDNN's attention runs on NVIDIA GPUs from compute capability 8.0, in 16-bit types, for heads
-    whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments, soft
-    cap or sinks. Splash attention runs on TPUs, in bfloat16 and float32, for heads of at most 256.
+    whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments, soft cap
+    or sinks. Splash attention runs on TPUs, in bfloat16 and float32, for heads of at most 256.
     Neither allocates an array of [time, time]. XLA's attention runs everywhere.
 
     Args:

@@ -33,7 +33,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     (r"/experts/down_proj/kernel$", PartitionSpec(None, "tensor", None, "fsdp")),
     (r"/experts/\w+/bias$", PartitionSpec(None, "tensor", None)),
     (
-        r"/(gate|shared_expert_gate|router|router/proj)/kernel$",
+        r"/(gate|shared_expert_gate|router(/proj)?)/kernel$",
         PartitionSpec(None, "fsdp", None),
     ),  # routers
     # Projections that split their outputs into heads or feed-forward columns.

@@ -314,17 +314,16 @@ def _fill(leaf: StoredLeaf, index: Slices, device: jax.Device) -> jax.Array:
     if np.prod(shape) * leaf.dtype.itemsize <= ON_THE_HOST:
         return jax.device_put(np.stack(list(pieces)).reshape(shape), device)
     stack = jnp.zeros(shape, leaf.dtype, device=device)
-    for place in np.ndindex(shape[: 2 if leaf.by_expert else 1]):
-        piece_on_device = jax.device_put(next(pieces), device)
-        stack = _write_piece(stack, piece_on_device, np.asarray(place, np.int32))
-        stack.block_until_ready()
+    for at in np.ndindex(shape[: 2 if leaf.by_expert else 1]):
+        piece = jax.device_put(next(pieces), device)
+        stack = _write_piece(stack, piece, np.asarray(at, np.int32)).block_until_ready()
     return stack
 
 
 @partial(jax.jit, donate_argnums=0)
-def _write_piece(stack: Array, piece: Array, place: Array) -> Array:
-    piece = piece.reshape((1,) * len(place) + piece.shape)
-    return jax.lax.dynamic_update_slice(stack, piece, [*place, *[0] * (stack.ndim - len(place))])
+def _write_piece(stack: Array, piece: Array, at: Array) -> Array:
+    piece = piece.reshape((1,) * len(at) + piece.shape)
+    return jax.lax.dynamic_update_slice(stack, piece, [*at, *[0] * (stack.ndim - len(at))])
 
 
 _STORED_DTYPES = {name: stored for stored, name in DTYPES.items()}

@@ -6,6 +6,7 @@ tensor for each expert and projection. Projections are apart here, and side by s
 checkpoints of some families. No other file depends on any of this.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -238,8 +239,21 @@ def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str
 
 
 _BLOCKS, _SCALES, _GROUP = "_blocks", "_scales", 32
-_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_FP4_PAIRS = np.stack(np.meshgrid(*[np.concatenate([_FP4, -_FP4])] * 2), axis=-1).reshape(256, 2)
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """Two numbers in bfloat16, as one integer, for each scale and byte.
+
+    What does not fit is infinite, and a scale of 255, which stands for NaN, gives no finite number.
+    """
+    positive = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+    numbers = np.concatenate([positive, -positive])
+    pairs = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = np.ldexp(np.float32(1), np.arange(256) - 127)
+        values = (pairs * powers[:, None, None]).astype(jnp.bfloat16)
+    return values.view(np.uint32).reshape(-1)
 
 
 def unpacked(config: DecoderConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -287,10 +301,7 @@ class PackedFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedSlice:
-    """A tensor in MXFP4, [experts, inputs, outputs], read in parts, in bfloat16.
-
-    What does not fit is infinite, and a scale of 255, which stands for NaN, gives no finite number.
-    """
+    """A tensor in MXFP4, [experts, inputs, outputs], read in parts, in bfloat16."""
 
     blocks: Any
     scales: Any
@@ -302,11 +313,9 @@ class PackedSlice:
         kept = slice(inputs.start - first * _GROUP, inputs.stop - first * _GROUP)
         place = experts, outputs, slice(first, last)
         blocks, scales = self.blocks[place], self.scales[place]
-        with np.errstate(over="ignore", invalid="ignore"):
-            powers = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-            numbers = _FP4_PAIRS[blocks].reshape(*scales.shape, _GROUP) * powers[..., None]
-            values = numbers.reshape(*scales.shape[:2], -1)[..., kept]
-            return values.swapaxes(1, 2).astype(jnp.bfloat16)
+        pairs = _pairs()[scales.astype(np.uint16)[..., None] << 8 | blocks]
+        values = pairs.view(jnp.bfloat16).reshape(*scales.shape[:2], -1)
+        return values[..., kept].swapaxes(1, 2)
 
 
 # Tensors: name, shape and orientation of each parameter.
