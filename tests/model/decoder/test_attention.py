@@ -131,9 +131,14 @@ def test_a_sliding_layer_sees_as_many_tokens_as_its_window_has():
         np.testing.assert_array_equal(np.maximum(first, 0), expected.argmax(axis=1))
 
 
-@pytest.mark.parametrize("sinks", [None, [0.7, 100.0]])
-@pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("sliding", "packed", "sinks"),
+    [
+        *((sliding, packed, None) for sliding in (False, True) for packed in (False, True)),
+        (True, True, [0.7, 100.0]),
+        pytest.param(False, False, [0.7, 100.0], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed, sinks):
     """Every block sees its segment, its past and its window, as one float64 softmax says."""
     rows, time, window = 2, 2 * 128 + 45, 70
@@ -216,9 +221,14 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5, s
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "kernel"])
-@pytest.mark.parametrize("scale", [0.5, 300.0])
-@pytest.mark.parametrize("first", [None, [17, 0, 7]])
-@pytest.mark.parametrize("sinks", [None, SINKS])
+@pytest.mark.parametrize(
+    ("scale", "first", "sinks"),
+    [
+        *((scale, first, None) for scale in (0.5, 300.0) for first in (None, [17, 0, 7])),
+        (0.5, [17, 0, 7], SINKS),
+        pytest.param(300.0, None, SINKS, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_attention_by_page_is_that_of_whole_rows(backend, scale, first, sinks):
     """Pages in any order, some of which a window leaves out; free ones hold what is not finite."""
     options = {"first": first, "scale": scale, "sinks": sinks}

@@ -182,7 +182,7 @@ def all_clamped(x, gate_up, down, up_bias, down_bias):
 
 
 @pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
-@pytest.mark.parametrize("tokens", [10, 300])
+@pytest.mark.parametrize("tokens", [10, pytest.param(300, marks=pytest.mark.exhaustive)])
 @jax.numpy_dtype_promotion("standard")
 @jax.numpy_rank_promotion("allow")
 def test_experts_with_biases_and_a_bound(add_up, tokens):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from tests.model.families import family, hidden, random_params
+from tests.model.families import each, family, hidden, random_params
 from tests.model.huggingface.tensors import assert_same, rewrite
 from twinkle_jax.model import (
     Decoder,
@@ -128,7 +128,7 @@ def test_parts_are_those_of_the_whole():
         np.testing.assert_array_equal(PackedSlice(blocks, scales)[part].astype(float), whole[part])
 
 
-@pytest.mark.parametrize("axes", [None, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize("axes", each([None, {"fsdp": 4, "tensor": 2}]))
 def test_a_checkpoint_is_read_and_written_in_sixteen_bits(axes, original, tmp_path):
     directory, params = original
     mesh = None if axes is None else make_mesh(**axes)
@@ -158,6 +158,7 @@ def test_another_type_and_blocks_in_another_file_than_scales(original, checkpoin
     assert_same(load_pretrained(checkpoint, dtype="float32").params, wide)
 
 
+@pytest.mark.exhaustive
 def test_transformers_reads_what_is_written(original, tmp_path):
     torch = pytest.importorskip("torch", reason=_GET)
     transformers = pytest.importorskip("transformers", reason=_GET)
