@@ -171,7 +171,7 @@ def project_heads(
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
     query, *rest = project_all(x, weights, "qkv_proj")
-    if not rest:  # no family that reuses keys and values has an output gate or joint norms
+    if not rest:  # no family that reuses keys and values has an output gate, joint norms or sinks
         query = heads(query, a.query_heads)
         query = norm(config, query, weights["q_norm"]) if a.qk_norm else query
         return Heads(rotate(query, rotary), None, None)
