@@ -34,6 +34,7 @@ NAMES = (
     "smollm3",
     "granite",
     "phi3",
+    "gpt_oss",
 )
 ALL = (
     "llama",
@@ -177,6 +178,16 @@ _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's wi
     "residual_multiplier": 0.37,
     "logits_scaling": 0.7,
 }
+_OWN["gpt_oss"] = {  # a bound that many gates reach
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "attention_bias": True,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "swiglu_limit": 1.25,
+    "intermediate_size": 16,
+}
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
 
 
@@ -237,6 +248,58 @@ REAL_GEMMA4 = {  # as their converter writes them
         "num_key_value_heads": 2,
         "num_kv_shared_layers": 18,
     },
+}
+
+
+_GPT_OSS = {  # as the hub has it
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": 200_002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 2880,
+    "max_position_embeddings": 131_072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 199_999,
+    "quantization_config": {
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150_000,
+    "router_aux_loss_coef": 0.9,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.55.0.dev0",
+    "use_cache": True,
+    "vocab_size": 201_088,
+}
+REAL_GPT_OSS = {
+    name: _GPT_OSS
+    | {
+        "num_hidden_layers": layers,
+        "num_local_experts": experts,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+    }
+    for name, layers, experts in (("20b", 24, 32), ("120b", 36, 128))
 }
 
 

@@ -55,7 +55,8 @@ def reference_hidden(
             )
             y = y + _added_experts(x, w, config, named)
         else:
-            logits = y @ w["mlp"]["gate"]["kernel"]
+            router = w["mlp"]["gate" if config.experts.swiglu_limit is None else "router"]
+            logits = y @ router["kernel"] + router.get("bias", 0)
             y = _experts(y, logits, w["mlp"], config, named)
         x = x + config.residual_multiplier * _between(y, "post_feedforward_layernorm", w, config)
         if read is not None:
@@ -146,10 +147,20 @@ def _experts(
         total = share[chosen].sum() if e.normalised else 1
         for expert in chosen:
             hidden = token @ w["experts"]["gate_up_proj"]["kernel"][expert]
-            hidden = activate(hidden[: e.width]) * hidden[e.width :]
+            bias = np.zeros(y.shape[1])
+            if e.swiglu_limit is None:
+                hidden = activate(hidden[: e.width]) * hidden[e.width :]
+            else:
+                hidden = hidden + w["experts"]["gate_up_proj"]["bias"][expert]
+                gate, up = hidden.reshape(-1, 2).T
+                gate = np.where(gate > e.swiglu_limit, e.swiglu_limit, gate)
+                up = np.clip(up, -e.swiglu_limit, e.swiglu_limit)
+                hidden = (up + 1) * gate / (1 + np.exp(-1.702 * gate))
+                bias = w["experts"]["down_proj"]["bias"][expert]
             if factors is not None:
                 hidden = hidden * factors[expert]
-            out[t] += share[expert] / total * hidden @ w["experts"]["down_proj"]["kernel"][expert]
+            hidden = hidden @ w["experts"]["down_proj"]["kernel"][expert] + bias
+            out[t] += share[expert] / total * hidden
         if e.shared_width:
             opened = 1 / (1 + np.exp(-(token @ w["shared_expert_gate"]["kernel"])))
             out[t] += opened * _gated(token, w["shared_expert"], config)
@@ -257,7 +268,10 @@ def _attention(
             turned = [rotated(k, places[s], a) for s, k in enumerate(near, start)]
             scores = _capped(np.array(turned) @ query * scale, a.soft_cap)
             weights = np.exp(scores - scores.max())
-            out[t, head] = weights @ values[start : t + 1, group] / weights.sum()
+            total = weights.sum()
+            if a.sinks:
+                total += np.exp(w["sinks"][head] - scores.max())
+            out[t, head] = weights @ values[start : t + 1, group] / total
             if a.output_gate:
                 out[t, head] /= 1 + np.exp(-queries[t, head, a.head_dim :])
     mixed = out.reshape(time, -1) @ w["o_proj"]["kernel"]

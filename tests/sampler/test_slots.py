@@ -370,17 +370,20 @@ def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "axes",
+    ("name", "axes"),
     [
-        {"fsdp": 8},
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+        ("qwen3", {"fsdp": 8}),
+        *(
+            pytest.param(name, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive)
+            for name in ("qwen3", "gpt_oss")
+        ),
     ],
     ids=str,
 )
-def test_each_device_has_pages_of_its_own(axes, request):
-    expected = of_whole_rows(rows_of_different_lengths, "qwen3")
+def test_each_device_has_pages_of_its_own(name, axes, request):
+    expected = of_whole_rows(rows_of_different_lengths, name)
     pages = request.getfixturevalue("pages")
-    assert_same(expected, rows_of_different_lengths(mesh=make_mesh(**axes), slots=8))
+    assert_same(expected, rows_of_different_lengths(name, mesh=make_mesh(**axes), slots=8))
     assert len(pages) > 3
 
 

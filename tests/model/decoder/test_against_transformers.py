@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, NAMES, REAL_GEMMA4, batch, each, family
+from tests.model.families import ALL, NAMES, REAL_GEMMA4, REAL_GPT_OSS, batch, each, family
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -188,6 +188,17 @@ CASES = {
         "tie_word_embeddings": True,
         "num_key_value_heads": 1,
     },
+    "gpt_oss": {},
+    "gpt_oss yarn by pattern": {
+        "layer_types": None,
+        "num_hidden_layers": 4,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 7.0,
+        "rope_parameters": YARN | {"truncate": False},
+    },
     "smollm3 yarn": {"rope_parameters": YARN},
     "qwen3 three groups": {"num_attention_heads": 6, "num_key_value_heads": 3},
     "gemma3_text sliding alone": {"layer_types": ["sliding_attention"] * 3, "sliding_window": 1},
@@ -285,7 +296,10 @@ def test_yarn_beyond_the_original_length(case, saved):
     segments = jnp.asarray([[1] * 8 + [2] * 40])
     close(hidden(params, config, packed[:, 8:])[0])
     # With one table of angles, with another of sliding layers, and with layers that have none.
-    if case not in ("qwen3 yarn, implied", "olmo3 yarn by pattern", "smollm3 yarn"):
+    if case not in (
+        *("qwen3 yarn, implied", "olmo3 yarn by pattern", "smollm3 yarn"),
+        "gpt_oss yarn by pattern",
+    ):
         return
     close(hidden(params, config, packed, segment_ids=segments)[0, 8:])
     last, cache = fill(params, config, packed[:, 8:38], max_length=40)
@@ -387,7 +401,7 @@ def test_gradients_of_a_loss(name, saved):
             continue
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
             ours_stored = np.asarray(ours if path[0] != "layers" else ours[repeat])
-            ours_stored = to_stored(path, ours_stored)
+            ours_stored = to_stored(path, ours_stored, transposed=p.transposed)
             expected = theirs[stored][start : start + len(ours_stored)]
             scale = np.abs(expected).max()
             np.testing.assert_allclose(ours_stored, expected, atol=2e-4 * scale + 1e-6, rtol=0)
@@ -425,6 +439,8 @@ def test_gradients_of_a_loss(name, saved):
         "phi3",
         "phi3 unscaled",
         "phi3 tied, by older names",
+        "gpt_oss",
+        "gpt_oss yarn by pattern",
         "llama yarn",
         "qwen2 yarn",
     ],
@@ -477,29 +493,32 @@ def test_old_configurations(saved, tmp_path):
     "name",
     [
         *("llama", "olmo2", "olmo3", "smollm3", "granite", "phi3", "qwen2", "qwen3"),
-        *("gemma2", "gemma3_text", "gemma4_text"),
+        *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}
     sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32}
+    sizes |= {"num_local_experts": 6} if name == "gpt_oss" else {}
     written = {"model_type": name, **({} if name.startswith("gemma") else sizes)}
     full = transformers.AutoConfig.for_model(**written).to_dict()
     assert parse_config(written) == parse_config(full)
 
 
-@pytest.mark.parametrize("name", REAL_GEMMA4)
-def test_real_models_of_gemma_4_have_the_tensors_of_transformers(name):
-    """By name and shape; nothing is allocated. The output matrix is the embedding."""
+@pytest.mark.parametrize("real", [*REAL_GEMMA4.values(), *REAL_GPT_OSS.values()])
+def test_real_models_have_the_tensors_of_transformers(real):
+    """By name and shape; nothing is allocated. The output matrix of Gemma is the embedding."""
     with torch.device("meta"):
-        written = transformers.AutoConfig.for_model(**copy.deepcopy(REAL_GEMMA4[name]))
+        unpacked = {key: x for key, x in real.items() if key != "quantization_config"}
+        written = transformers.AutoConfig.for_model(**copy.deepcopy(unpacked))
         theirs = transformers.AutoModelForCausalLM.from_config(written).state_dict()
-    config, ours = parse_config(REAL_GEMMA4[name]), {}
+    config, ours = parse_config(real), {}
     table = parameter_table(config)
     for path, p in table.items():
         for stored in stored_names(config, path, p, "model."):
             ours[stored] = stored_shape(p)
-    assert ours == {n: tuple(x.shape) for n, x in theirs.items() if n != "lm_head.weight"}
+    ours.setdefault("lm_head.weight", (config.vocab_size, config.hidden_size))
+    assert ours == {n: tuple(x.shape) for n, x in theirs.items()}
 
 
 _QWEN_VISION = {

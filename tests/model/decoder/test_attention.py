@@ -65,11 +65,12 @@ def test_choice(head_dim, dtype, backend, capability, segmented, expected):
     assert chosen == expected
 
 
-def test_a_soft_cap_is_beyond_cudnn():
-    capped = dataclasses.replace(HEADS, soft_cap=50.0)
+@pytest.mark.parametrize("changes", [{"soft_cap": 50.0}, {"sinks": True}])
+def test_soft_caps_and_sinks_are_beyond_cudnn(changes):
+    heads = dataclasses.replace(HEADS, **changes)
     where = {"gpu": "xla", "tpu": "splash"}
     for backend, expected in where.items():
-        chosen = default_attention(capped, "bfloat16", backend=backend, compute_capability=9.0)
+        chosen = default_attention(heads, "bfloat16", backend=backend, compute_capability=9.0)
         assert chosen == expected
 
 
@@ -131,14 +132,21 @@ def test_a_sliding_layer_sees_as_many_tokens_as_its_window_has():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sliding", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed):
+@pytest.mark.parametrize(
+    ("sliding", "packed", "sinks"),
+    [
+        *((sliding, packed, None) for sliding in (False, True) for packed in (False, True)),
+        (True, True, [0.7, 100.0]),
+        pytest.param(False, False, [0.7, 100.0], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed, sinks):
     """Every block sees its segment, its past and its window, as one float64 softmax says."""
     rows, time, window = 2, 2 * 128 + 45, 70
     config = parse_config(family("gemma3_text", sliding_window=window)).attention
     rng = np.random.default_rng(0)
     query, key, value = rng.standard_normal((3, rows, time, 2, 4)).astype(np.float32)
+    arrays = [query, key, value] + ([] if sinks is None else [np.array(sinks, np.float32)])
     ends = np.array([[100, 130, time], [256, 257, time]])
     segments = np.sum(np.arange(time)[None, :, None] >= ends[:, None], axis=2) + 1
 
@@ -146,10 +154,10 @@ def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed):
     def attend(*arrays):
         ids = jnp.asarray(segments, jnp.int32) if packed else None
         options = {"implementation": "xla", "mesh": None}
-        heads = Heads(arrays[0], tuple(arrays[1:]), None)
+        heads = Heads(arrays[0], tuple(arrays[1:3]), None, *arrays[3:])
         return attend_causally(heads, config, jnp.bool_(sliding), ids, **options)
 
-    def reference(query, key, value):
+    def reference(query, key, value, sinks=None):
         back = np.arange(time)[:, None] - np.arange(time)
         seen = np.broadcast_to(
             (back >= 0) & (back < (window if sliding else time)), (2, *back.shape)
@@ -158,18 +166,19 @@ def test_long_rows_are_computed_in_blocks_of_queries(sliding, packed):
             seen = seen & (segments[:, :, None] == segments[:, None])
         logits = np.einsum("bthw,bshw->bhts", query, key) * config.scale
         weights = np.where(seen[:, None], np.exp(logits), 0)
-        weights /= weights.sum(axis=-1, keepdims=True)
+        sink = 0 if sinks is None else np.exp(sinks)[:, None, None]
+        weights /= weights.sum(axis=-1, keepdims=True) + sink
         return np.einsum("bhts,bshw->bthw", weights, value)
 
-    wide = [x.astype(np.float64) for x in (query, key, value)]
-    np.testing.assert_allclose(attend(query, key, value), reference(*wide), atol=2e-6)
+    wide = [x.astype(np.float64) for x in arrays]
+    np.testing.assert_allclose(attend(*arrays), reference(*wide), atol=2e-6)
     # A step along a direction changes the sum of outputs as the gradient says.
     weight = rng.standard_normal(query.shape)
-    gradients = jax.grad(lambda *x: jnp.sum(attend(*x) * weight.astype(np.float32)), (0, 1, 2))(
-        query, key, value
+    total = jax.grad(
+        lambda *x: jnp.sum(attend(*x) * weight.astype(np.float32)), tuple(range(len(arrays)))
     )
-    for i, gradient in enumerate(gradients):
-        direction, step = rng.standard_normal(query.shape), 1e-5
+    for i, gradient in enumerate(total(*arrays)):
+        direction, step = rng.standard_normal(gradient.shape), 1e-5
         moved = [
             reference(*(x + sign * step * direction if j == i else x for j, x in enumerate(wide)))
             for sign in (1, -1)
@@ -183,7 +192,10 @@ PAGES = Pages(jnp.array([2, 0, 3, 0, 1, 0, 2, 3]), jnp.array([8, 16, 0, 0, 0, 8,
 PLACES = Places(jnp.array([1, 4, 0]), jnp.array([4, 3, 0]))
 
 
-def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
+SINKS = np.array([[0.5, -1.0, 3.0], [1.5, 40.0, -200.0]], np.float32)
+
+
+def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5, sinks=None):
     """Attend to random pages, a row with a key that is not finite; what comes out, and went in."""
     rng = np.random.default_rng(0)
     query, key, value = (rng.normal(size=(3, 2, *n, 4)).astype("f4") for n in ((3,), (), ()))
@@ -201,6 +213,7 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
         (PageTable(PAGES, places),),
         jnp.asarray(LENGTH, jnp.int32),
         None if first is None else jnp.asarray(first, jnp.int32),
+        None if sinks is None else jnp.asarray(sinks),
         config=AttentionConfig(6, 2, 4, rotary_dim=4, rope_theta=1e4, multiplier=scale),
         backend="cpu" if backend == "kernel" else backend,  # elsewhere it is interpreted
         in_kernel=backend == "kernel",
@@ -209,19 +222,28 @@ def attend_by_page(backend, broken=None, places=PLACES, first=None, scale=0.5):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu", "kernel"])
-@pytest.mark.parametrize("scale", [0.5, 300.0])
-@pytest.mark.parametrize("first", [None, [17, 0, 7]])
-def test_attention_by_page_is_that_of_whole_rows(backend, scale, first):
+@pytest.mark.parametrize(
+    ("scale", "first", "sinks"),
+    [
+        *((scale, first, None) for scale in (0.5, 300.0) for first in (None, [17, 0, 7])),
+        (0.5, [17, 0, 7], SINKS),
+        pytest.param(300.0, None, SINKS, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_attention_by_page_is_that_of_whole_rows(backend, scale, first, sinks):
     """Pages in any order, some of which a window leaves out; free ones hold what is not finite."""
-    attended, query, (keys, values) = attend_by_page(backend, first=first, scale=scale)
+    options = {"first": first, "scale": scale, "sinks": sinks}
+    attended, query, (keys, values) = attend_by_page(backend, **options)
     for row, length in enumerate(LENGTH):
         pages = [int(p) for p in np.argsort(PAGES.start) if PAGES.owner[p] == row]
         seen = slice(first[row] if first else 0, length + 1)
         k = np.concatenate([keys[0, p] for p in pages], axis=2)[..., seen].astype("f8")
         v = np.concatenate([values[0, p] for p in pages], axis=1)[:, seen].astype("f8")
         logits = scale * query[row].astype("f8") @ k
-        weights = np.exp(logits - logits.max(-1, keepdims=True))
-        expected = weights / weights.sum(-1, keepdims=True) @ v
+        sink = np.full((2, 3, 1), -np.inf) if sinks is None else sinks[..., None].astype("f8")
+        most = np.maximum(logits.max(-1, keepdims=True), sink)
+        weights = np.exp(logits - most)
+        expected = weights / (weights.sum(-1, keepdims=True) + np.exp(sink - most)) @ v
         np.testing.assert_allclose(attended[row], expected, atol=1e-5 * max(1, scale / 10))
 
 

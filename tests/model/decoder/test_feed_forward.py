@@ -25,7 +25,7 @@ ROUTER = jnp.asarray(RNG.normal(size=(24, E.number)), jnp.float32)
 @partial(jax.jit, static_argnums=(0, 5))
 def mixed(add_up, x, router, gate_up, down, experts=E):
     matrices = ff._Experts(gate_up[None], down[None], jnp.int32(0))
-    return add_up(CONFIG, x, ff._route(x, router, experts), matrices)
+    return add_up(CONFIG, x, ff._route(x, {"kernel": router}, experts), matrices)
 
 
 def by_hand(x, experts):
@@ -54,7 +54,7 @@ def test_each_token_goes_through_its_likeliest_experts(add_up, changes):
 @partial(jax.jit, static_argnums=4)
 def all_experts(x, router, gate_up, down, experts=E):
     """Every expert for every token, most with the weight 0."""
-    share, chosen = ff._route(x, router, experts)
+    share, chosen = ff._route(x, {"kernel": router}, experts)
     weights = jnp.sum(jax.nn.one_hot(chosen, len(down)) * share[..., None], axis=1)
     gate, up = jnp.split(jnp.einsum("tw,ewi->tei", x, gate_up), 2, axis=-1)
     y = jnp.einsum("tei,eiw->tew", jax.nn.silu(gate) * up, down)
@@ -144,7 +144,7 @@ def test_parts_of_the_experts_add_up(add_up):
 
     The parts lie in one array, as layers do.
     """
-    share, chosen = ff._route(X, ROUTER, E)
+    share, chosen = ff._route(X, {"kernel": ROUTER}, E)
     gate_up, down = (x.reshape(3, 2, *x.shape[1:]) for x in (GATE_UP, DOWN))
 
     @jax.jit
@@ -155,6 +155,60 @@ def test_parts_of_the_experts_add_up(add_up):
     parts = [part(2 * layer, layer) for layer in range(3)]
     assert_close(sum(parts), by_hand(X, E), 1e-5)
     np.testing.assert_array_equal(part(-E.number, 1), 0)
+
+
+OSS = config_of("gpt_oss")
+_MLP = params_of("gpt_oss")["layers"]["0"]["mlp"]
+OSS_ROUTER = jax.tree.map(lambda x: x[1], _MLP["router"])
+_UP, _DOWN = (_MLP["experts"][name] for name in ("gate_up_proj", "down_proj"))
+OSS_ARRAYS = _UP["kernel"], _DOWN["kernel"], _UP["bias"], _DOWN["bias"]  # of three layers
+
+
+def oss_mixed(add_up, x, gate_up, down, *biases, first=0):
+    routed = ff._route(x, OSS_ROUTER, OSS.experts)
+    routed = routed._replace(chosen=routed.chosen - first)
+    return add_up(OSS, x, routed, ff._Experts(gate_up, down, jnp.int32(1), biases))
+
+
+def all_clamped(x, gate_up, down, up_bias, down_bias):
+    """Every expert for every token, most with the weight 0."""
+    share, chosen = ff._route(x, OSS_ROUTER, OSS.experts)
+    weights = jnp.sum(jax.nn.one_hot(chosen, 6) * share[..., None], axis=1)
+    y = jnp.einsum("tw,ewi->tei", x, gate_up[1]) + up_bias[1]
+    gate, up = y[..., 0::2], y[..., 1::2]
+    limit = OSS.experts.swiglu_limit
+    gate, up = jnp.where(gate > limit, limit, gate), jnp.clip(up, -limit, limit)
+    y = jnp.einsum("tei,eiw->tew", (up + 1) * gate / (1 + jnp.exp(-1.702 * gate)), down[1])
+    return jnp.einsum("tew,te->tw", y + down_bias[1], weights)
+
+
+@pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
+@pytest.mark.parametrize("tokens", [10, pytest.param(300, marks=pytest.mark.exhaustive)])
+@jax.numpy_dtype_promotion("standard")
+@jax.numpy_rank_promotion("allow")
+def test_experts_with_biases_and_a_bound(add_up, tokens):
+    """Values and gradients of all arrays, of one layer of three."""
+    x = jnp.asarray(np.random.default_rng(tokens).normal(size=(tokens, 24)), jnp.float32)
+
+    def loss(mix, *arrays):
+        y = mix(*arrays)
+        return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)), y
+
+    run = jax.jit(jax.grad(loss, (1, 2, 3, 4, 5), has_aux=True), static_argnums=0)
+    gradients, y = run(partial(oss_mixed, add_up), x, *OSS_ARRAYS)
+    expected_gradients, expected = run(all_clamped, x, *OSS_ARRAYS)
+    assert_close(y, expected, 1e-5)
+    for here, there in zip(gradients, expected_gradients, strict=True):
+        assert_close(here, there, 1e-5)
+
+
+@pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
+def test_biases_of_other_devices_experts_are_left_to_them(add_up):
+    parts = [
+        oss_mixed(add_up, X, *(x[:, part] for x in OSS_ARRAYS), first=part.start)
+        for part in (slice(0, 2), slice(2, 6))
+    ]
+    assert_close(sum(parts), oss_mixed(ff._in_blocks, X, *OSS_ARRAYS), 1e-5)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def in_pages(lengths, groups, width, layers=2, free=3, seed=0):
     return keys, values, owner[order].astype(np.int32), start[order].astype(np.int32)
 
 
-def by_row(query, keys, values, owner, start, first, last, scale, cap=None):
+def by_row(query, keys, values, owner, start, first, last, scale, cap=None, sinks=None):
     """Attention of each row to its tokens, in float64."""
     out = np.zeros(query.shape)
     for row, (groups, begin, end) in enumerate(zip(query, first, last, strict=True)):
@@ -41,7 +41,10 @@ def by_row(query, keys, values, owner, start, first, last, scale, cap=None):
             logits = heads @ key * scale
             logits = logits if cap is None else cap * np.tanh(logits / cap)
             weights = np.exp(logits - logits.max(axis=1, keepdims=True))
-            out[row, group] = weights @ value / weights.sum(axis=1, keepdims=True)
+            total = weights.sum(axis=1, keepdims=True)
+            if sinks is not None:
+                total += np.exp(sinks[group][:, None] - logits.max(axis=1, keepdims=True))
+            out[row, group] = weights @ value / total
     return out
 
 
@@ -63,9 +66,11 @@ def test_rows_attend_to_their_tokens(dtype, close, queries):
     query = np.random.default_rng(1).normal(size=(5, 2, queries, 32))
     rounded = [np.asarray(jnp.asarray(x, dtype), np.float64) for x in (query, keys, values)]
     pages = owner, start, first, last
-    for cap in (None, 1.5):
-        expected = by_row(rounded[0], *(x[1] for x in rounded[1:]), *pages, 0.3, cap)
-        actual = attend(query, keys, values, *pages, dtype, soft_cap=cap)
+    drawn = np.random.default_rng(2).normal(size=(2, queries)).astype(np.float32)
+    for cap, sinks in ((None, None), (1.5, None), (None, drawn)):
+        expected = by_row(rounded[0], *(x[1] for x in rounded[1:]), *pages, 0.3, cap, sinks)
+        options = {"soft_cap": cap, "sinks": None if sinks is None else jnp.asarray(sinks)}
+        actual = attend(query, keys, values, *pages, dtype, **options)
         assert actual.dtype == jnp.float32
         np.testing.assert_allclose(actual, expected, rtol=close, atol=close)
 
@@ -142,6 +147,7 @@ def test_pages_are_listed_row_by_row():
     "name",
     [
         "gemma2",
+        pytest.param("gpt_oss", marks=pytest.mark.exhaustive),
         pytest.param("qwen2", marks=pytest.mark.exhaustive),
         pytest.param("gemma3_text", marks=pytest.mark.exhaustive),
     ],

@@ -48,6 +48,11 @@ DEEP = {
     "gemma4_text mixture": {"final_logit_softcapping": 30.0},
     "gemma4_text small": {"vocab_size_per_layer_input": 512, "final_logit_softcapping": 30.0},
     "olmo3": _SLIDING,
+    "gpt_oss": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 16,
+        "swiglu_limit": 7.0,
+    },
 }
 
 

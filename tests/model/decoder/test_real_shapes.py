@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import REAL_GEMMA4, batch
+from tests.model.families import REAL_GEMMA4, REAL_GPT_OSS, batch
 from twinkle_jax.model import hidden_states, load_pretrained, output_logits
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
@@ -216,6 +216,16 @@ SHAPES["Gemma-4-E2B, four layers"] = REAL_GEMMA4["E2B"] | {
     "num_kv_shared_layers": 2,
     "sliding_window": 16,
 }
+SHAPES["gpt-oss-20b, two layers, 8 experts of 32"] = REAL_GPT_OSS["20b"] | {
+    "vocab_size": 20_000,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 8,
+    "sliding_window": 16,
+}
+del SHAPES["gpt-oss-20b, two layers, 8 experts of 32"]["quantization_config"]
 # Errors of float32 against the largest logit; 5.5e-6 was measured for Qwen3.5, and between 1.7e-6
 # and 2.5e-6 for most others. Gemma 4 does not scale attention logits, which amplifies rounding:
 # from logits in float64 these are off by 8.5e-6, and those of transformers by 4.8e-6.
@@ -225,7 +235,7 @@ TOLERANCE = {"Qwen3.5-0.8B": 4e-5, "Gemma-4-E2B, four layers": 2e-5}
 def write_oracle(name, directory, tokens, mask):
     """Save a random model of transformers', and give its logits."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**SHAPES[name], **TIED)
+    config = transformers.AutoConfig.for_model(**(SHAPES[name] | TIED))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for p in model.parameters():

@@ -46,7 +46,9 @@ def rows(count, time, seed=0):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("segmented", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", each(["gemma2", "gemma3_text", "qwen3", "qwen2", "qwen3_5_text"]))
+@pytest.mark.parametrize(
+    "name", each(["gemma2", "gpt_oss", "gemma3_text", "qwen3", "qwen2", "qwen3_5_text"])
+)
 def test_values_and_gradients_are_those_of_xla(name, segmented):
     config, params = config_of(name), params_of(name)
     tokens, mask = rows(3, 10)
@@ -88,13 +90,14 @@ def test_in_sixteen_bits_it_is_as_close_as_xla():
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
 @pytest.mark.parametrize("shape", [(1, 2, 2), (2, 4, 1)])
-def test_each_device_attends_in_its_rows_and_heads(shape):
+def test_each_device_attends_in_its_rows_and_heads(shape, name):
     mesh = make_mesh(**dict(zip(("data", "fsdp", "tensor"), shape, strict=True)))
-    config, batch, loss = config_of("qwen3"), random_batch(rows=8, time=12), GRPOLoss(beta=0.1)
+    config, batch, loss = config_of(name), random_batch(rows=8, time=12), GRPOLoss(beta=0.1)
     results = []
     for where, kind in ((None, "xla"), (mesh, "splash")):
-        state = fresh("qwen3")
+        state = fresh(name)
         if where is not None:
             state = jax.device_put(state, shard_like_params(state, where))
         scores = score_batch(state.params, batch, config, attention=kind)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, REAL_GEMMA4, family
+from tests.model.families import ALL, REAL_GEMMA4, REAL_GPT_OSS, family
 from twinkle_jax.model import (
     LinearScaling,
     LongRopeScaling,
@@ -102,7 +102,7 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"mistral": "Mistral"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3"}
-    names |= {"qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
+    names |= {"gpt_oss": "GptOss", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name.split()[0]]}ForCausalLM"]
     rope = written["rope_parameters"]
     assert written["rope_theta"] == rope.get("full_attention", rope)["rope_theta"] == 500.0
@@ -632,6 +632,51 @@ def test_real_models_of_gemma_4_have_the_parameters_that_their_names_say(name, b
     assert config.attention.window == Window(1024)
     shapes = jax.tree.leaves(parameter_shapes(config))
     assert round(sum(x.size for x in shapes) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize(("name", "millions"), [("20b", 20_915), ("120b", 116_829)])
+def test_real_models_of_gpt_oss(name, millions):
+    config = parse_config(REAL_GPT_OSS[name])
+    assert config.block == (FULL,) and config.sliding.sum() == config.layers / 2
+    heads, experts = config.attention, config.experts
+    assert heads.sinks and heads.bias and heads.output_bias and heads.window == Window(128)
+    yarn = YarnScaling(32.0, 4096, 0.1 * np.log(32) + 1, truncate=False)
+    assert (heads.rope_theta, heads.rope_scaling, heads.scale) == (150_000, yarn, 1 / 8)
+    assert (experts.chosen, experts.width, experts.swiglu_limit) == (4, 2880, 7.0)
+    assert experts.normalised and config.float32_norms and not config.tie_embeddings
+    shapes = jax.tree.leaves(parameter_shapes(config))
+    assert round(sum(x.size for x in shapes) / 1e6) == millions
+    written = export_config(config, nested=False, dtype="bfloat16")
+    assert "quantization_config" not in written and parse_config(written) == config
+    left_out = ("rope_scaling", "rope_theta", "layer_types", "head_dim", "attention_bias")
+    left_out += ("sliding_window", "swiglu_limit", "rms_norm_eps", "num_key_value_heads")
+    few = {key: x for key, x in REAL_GPT_OSS[name].items() if key not in left_out}
+    assert parse_config(few) == parse_config(few | {"rope_parameters": None}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha"),
+        ({"swiglu_limit": 0}, "swiglu_limit"),
+        ({"swiglu_limit": None}, "swiglu_limit"),
+        ({"num_local_experts": None}, "num_local_experts"),
+        ({"num_experts": 7}, "num_local_experts"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ({"experts_per_token": 2}, "experts_per_token"),
+        ({"sliding_window": None}, "sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"output_router_logits": True}, "output_router_logits"),
+        ({"norm_topk_prob": True}, "norm_topk_prob"),
+        ({"moe_intermediate_size": 8}, "moe_intermediate_size"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"layer_types": ["linear_attention"] * 3}, "layer_types"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method"),
+        ({"quantization_config": "mxfp4"}, "quantization_config"),
+    ],
+)
+def test_what_gpt_oss_refuses(changes, name):
+    refused(family("gpt_oss") | changes, name)
 
 
 _LAYER_HEADS = {"head_dim": 32, "num_key_value_heads": 2}

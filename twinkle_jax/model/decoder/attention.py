@@ -48,9 +48,9 @@ def default_attention(
     Scoring and training use the same one, so that the ratio of a policy to itself is 1.
 
     cuDNN's attention runs on NVIDIA GPUs from compute capability 8.0, in 16-bit types, for heads
-    whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments or a soft cap.
-    Splash attention runs on TPUs, in bfloat16 and float32, for heads of at most 256. Neither
-    allocates an array of [time, time]. XLA's attention runs everywhere.
+    whose width is a multiple of 8 of at most 128 (256 from 9.0), without segments, soft cap
+    or sinks. Splash attention runs on TPUs, in bfloat16 and float32, for heads of at most 256.
+    Neither allocates an array of [time, time]. XLA's attention runs everywhere.
 
     Args:
         config: the attention.
@@ -125,7 +125,7 @@ def _splash_fits(config: AttentionConfig, dtype: DTypeLike) -> bool:
 def _cudnn_fits(
     config: AttentionConfig, dtype: DTypeLike, segmented: bool, capability: float | None
 ) -> bool:
-    if segmented or config.soft_cap is not None:
+    if segmented or config.soft_cap is not None or config.sinks:
         return False
     if jnp.dtype(dtype).itemsize != 2 or config.head_dim % 8:
         return False
@@ -147,11 +147,13 @@ class Heads(NamedTuple):
         query: rotated.
         new: keys, rotated, and values; None in a layer that reuses those of another one.
         gate: of the output, if there is one.
+        sinks: a logit of each query head in the softmax, if there are any.
     """
 
     query: Float[Array, "batch time heads width"]
     new: tuple[Array, Array] | None
     gate: Float[Array, "tokens out"] | None
+    sinks: Float[Array, " heads"] | None = None
 
 
 def project_heads(
@@ -169,7 +171,7 @@ def project_heads(
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
     query, *rest = project_all(x, weights, "qkv_proj")
-    if not rest:  # no family that reuses keys and values has an output gate or joint norms
+    if not rest:  # no family that reuses keys and values has an output gate, joint norms or sinks
         query = heads(query, a.query_heads)
         query = norm(config, query, weights["q_norm"]) if a.qk_norm else query
         return Heads(rotate(query, rotary), None, None)
@@ -186,7 +188,8 @@ def project_heads(
         query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
     if a.value_norm:
         value = rms_norm(value, None, epsilon=config.norm_epsilon)
-    return Heads(rotate(query, rotary), (rotate(key, rotary), value), gate)
+    sinks = rounded(weights["sinks"], x.dtype) if a.sinks else None
+    return Heads(rotate(query, rotary), (rotate(key, rotary), value), gate, sinks)
 
 
 def project_out(
@@ -219,9 +222,9 @@ def attend_causally(
     Whether it slides may be traced, so that layers of both kinds are one scan over one body.
     """
 
-    def see(window: int | None, query: Array, key: Array, value: Array) -> Array:
+    def see(window: int | None, query: Array, key: Array, value: Array, *sinks: Array) -> Array:
         if implementation == "xla":
-            return _attend_blocks(query, key, value, window, segment_ids, config)
+            return _attend_blocks(query, key, value, window, segment_ids, config, *sinks)
         with jax.numpy_dtype_promotion("standard"):  # both mix types inside
             if implementation == "splash":
                 from twinkle_jax.model.decoder.tpu_kernels import splash_attention  # slow to import
@@ -230,6 +233,7 @@ def attend_causally(
                     query,
                     key,
                     value,
+                    *sinks,
                     segment_ids=segment_ids,
                     scale=config.scale,
                     soft_cap=config.soft_cap,
@@ -248,7 +252,7 @@ def attend_causally(
             )
 
     assert heads.new is not None
-    arrays = (heads.query, *heads.new)
+    arrays = (heads.query, *heads.new, *(() if heads.sinks is None else (heads.sinks,)))
     if config.window is None or config.window.size >= heads.query.shape[1]:
         return see(None, *arrays)
     if isinstance(sliding, bool):
@@ -263,6 +267,7 @@ def _attend_blocks(
     window: int | None,
     segment_ids: Int[Array, "batch time"] | None,
     config: AttentionConfig,
+    sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch time heads width"]:
     """Attend block by block of queries, each to the keys from its first window to its end.
 
@@ -282,7 +287,7 @@ def _attend_blocks(
         if segment_ids is not None:
             seen = seen & (segment_ids[:, start:end, None] == segment_ids[:, None, first:end])
         keys, values = key[:, first:end], value[:, first:end]
-        outputs.append(_attend_rows(query[:, start:end], keys, values, seen, config))
+        outputs.append(_attend_rows(query[:, start:end], keys, values, seen, config, sinks))
     return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=1)
 
 
@@ -292,6 +297,7 @@ def _attend_rows(
     value: Float[Array, "batch slots groups width"],
     seen: Bool[Array, "#batch #time slots"],
     config: AttentionConfig,
+    sinks: Float[Array, " heads"] | None,
 ) -> Float[Array, "batch time heads width"]:
     """Attend as `jax.nn.dot_product_attention` does, except that the weights are `rounded`."""
     batch, time, heads, width = query.shape
@@ -308,7 +314,9 @@ def _attend_rows(
         precision=algorithm,
         preferred_element_type=wide,
     )
-    weights = attention_weights(logits, seen[:, None, None], config, query.dtype)
+    if sinks is not None:
+        sinks = sinks.reshape(1, key.shape[2], -1, 1, 1)
+    weights = attention_weights(logits, seen[:, None, None], config, query.dtype, sinks)
     attended = multiply(partial(jnp.einsum, "bghts,bsgw->btghw"), weights, value)
     return attended.reshape(batch, time, heads, width)
 
@@ -318,10 +326,23 @@ def attention_weights(
     seen: Bool[Array, "*#batch slots"],
     config: AttentionConfig,
     dtype: DTypeLike,
+    sinks: Float[Array, "*#batch 1"] | None,
 ) -> Float[Array, "*batch slots"]:
-    """Softmax over the slots that are seen; the same for whole rows and for decoding steps."""
+    r"""Softmax over the slots that are seen; the same for whole rows and for decoding steps.
+
+    With a sink $s$ of each head, the weights add up to less than 1:
+
+    $$w_t = e^{z_t} / (e^s + \sum_t e^{z_t})$$
+    """
     logits = jnp.where(seen, _scaled(logits, config), -jnp.inf)
-    return rounded(jax.nn.softmax(logits, axis=-1), dtype)
+    if sinks is None:
+        return rounded(jax.nn.softmax(logits, axis=-1), dtype)
+    sinks = sinks.astype(logits.dtype)
+    most = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), sinks)
+    most = jax.lax.stop_gradient(most)
+    weights = jnp.exp(logits - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sinks - most)
+    return rounded(weights / total, dtype)
 
 
 def _scaled(
@@ -371,6 +392,7 @@ def attend_more(
         jnp.repeat(places, each, axis=1),
         first_seen(config, jnp.repeat(places, each, axis=1), sliding),
         config,
+        None if heads.sinks is None else jnp.tile(heads.sinks.reshape(groups, -1), (1, time)),
     )
     attended = attended.reshape(batch, groups, time, each, width).swapaxes(1, 2)
     attended = attended.reshape(heads.query.shape)
@@ -413,8 +435,9 @@ def attend_step(
     batch, attention = y.shape[0], config.attention_of(kind)
     heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch)
     first = first_seen(attention, length, sliding)
+    groups, width = attention.key_value_heads, attention.head_dim
+    sinks = None if heads.sinks is None else heads.sinks.reshape(groups, -1)
     if tables:
-        groups, width = attention.key_value_heads, attention.head_dim
         backend = backend_of(mesh)
         in_kernel = _page_kernel_fits(heads.query.dtype, cached, mesh)
         attend = partial(_attend_pages, config=attention, backend=backend, in_kernel=in_kernel)
@@ -425,7 +448,12 @@ def attend_step(
             attend = jax.shard_map(
                 attend,
                 mesh=mesh,
-                in_specs=(row_heads, row_heads, stacks, *(PartitionSpec(),) * 2, *(rows,) * 3),
+                in_specs=(
+                    *(row_heads, row_heads, stacks),
+                    *(PartitionSpec(),) * 2,
+                    *(rows,) * 3,
+                    PartitionSpec(split),
+                ),
                 out_specs=(row_heads, stacks),
                 check_vma=False,
             )
@@ -438,6 +466,7 @@ def attend_step(
             tables,
             length,
             first,
+            sinks,
         )
         attended = attended.reshape(batch, 1, -1, width)
         return project_out(attended, heads.gate, weights["self_attn"]), cached
@@ -451,7 +480,6 @@ def attend_step(
         lambda stack: jax.lax.dynamic_index_in_dim(stack, repeat, keepdims=False),
         KeyValues(keys, values),
     )
-    groups, width = layer.values.shape[1], layer.values.shape[3]
     attended = _attend_cache(
         heads.query.reshape(batch, groups, -1, width),
         layer.keys,
@@ -459,6 +487,7 @@ def attend_step(
         length[:, None],
         None if first is None else first[:, None],
         attention,
+        sinks,
     )
     attended = attended.reshape(batch, 1, -1, width)
     return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
@@ -473,6 +502,7 @@ def _attend_pages(
     tables: tuple[PageTable, ...],
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
+    sinks: Float[Array, "groups queries"] | None = None,
     *,
     config: AttentionConfig,
     backend: str,
@@ -513,7 +543,7 @@ def _attend_pages(
     if in_kernel:
         read = partial(_attend_to_pages_in_kernel, interpret=backend != "gpu")
     branches = [
-        partial(read, query, stack, repeat, table, length, first, config)
+        partial(read, query, stack, repeat, table, length, first, sinks, config)
         for stack, table in zip(written, tables, strict=True)
         if stack is not None
     ]
@@ -537,6 +567,7 @@ def _attend_to_pages_in_kernel(
     table: PageTable,
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
+    sinks: Float[Array, "groups queries"] | None,
     config: AttentionConfig,
     *,
     interpret: bool,
@@ -554,6 +585,7 @@ def _attend_to_pages_in_kernel(
         jnp.zeros_like(length) if first is None else first,
         length,
         prompts=table.prompts,
+        sinks=sinks,
         scale=config.scale,
         soft_cap=config.soft_cap,
         interpret=interpret,
@@ -569,6 +601,7 @@ def _attend_to_pages(
     table: PageTable,
     length: Int[Array, " batch"],
     first: Int[Array, " batch"] | None,
+    sinks: Float[Array, "groups queries"] | None,
     config: AttentionConfig,
     *,
     backend: str,
@@ -580,6 +613,8 @@ def _attend_to_pages(
 
     $$m = \max_p \max_t z_{pt},\quad w_{pt} = e^{z_{pt} - m} / \sum_{p,t} e^{z_{pt} - m},\quad
     o = \sum_p \sum_t w_{pt} v_{pt}$$
+
+    A sink is one more logit in the maximum and the sum.
     """
     rows, wide = len(length), jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     first = jnp.zeros_like(length) if first is None else first
@@ -604,10 +639,12 @@ def _attend_to_pages(
     # Products would spread NaN to all rows. It is in the sum: a CPU's maximum may pass over it.
     broken = [~(summed < jnp.inf) for _, summed in moments]
     most = jnp.full(query.shape[:3], -jnp.inf, wide)
+    if sinks is not None:
+        most = jnp.broadcast_to(sinks.astype(wide), most.shape)
     for part, (largest, _), is_broken in zip(parts, moments, broken, strict=True):
         most = jnp.maximum(most, part.largest(jnp.where(is_broken, -jnp.inf, largest), rows))
     most = jnp.where(most > -jnp.inf, most, 0)
-    total = jnp.zeros_like(most)
+    total = jnp.zeros_like(most) if sinks is None else jnp.exp(sinks.astype(wide)[None] - most)
     for part, (largest, summed), is_broken in zip(parts, moments, broken, strict=True):
         summed = summed * jnp.exp(largest - part.of_rows(most, 0))
         total += part.total(jnp.where(is_broken, 0, summed), rows)
@@ -726,6 +763,7 @@ def _attend_cache(
     places: Int[Array, "batch places"],
     first: Int[Array, "batch places"] | None,
     config: AttentionConfig,
+    sinks: Float[Array, "groups queries"] | None,
 ) -> Float[Array, "batch groups queries width"]:
     """Attend to slots from `first` to `places`; a query whose place is beyond the end gets NaN."""
     max_length = values.shape[2]
@@ -738,5 +776,6 @@ def _attend_cache(
     if first is not None:
         seen &= slots >= first[:, :, None]
     logits = jnp.where((places < max_length)[:, None, :, None], logits, jnp.nan)
-    weights = attention_weights(logits, seen[:, None], config, query.dtype)
+    sinks = None if sinks is None else sinks[None, :, :, None]
+    weights = attention_weights(logits, seen[:, None], config, query.dtype, sinks)
     return multiply(partial(jnp.einsum, "bght,bgtw->bghw"), weights, values.astype(query.dtype))

@@ -141,6 +141,7 @@ class AttentionConfig:
         joint_qk_norm: whether that norm is over all heads together; otherwise each has its own.
         output_gate: whether a sigmoid gate, the second half of each query head's projection,
             multiplies the attention output.
+        sinks: whether each query head has a sink: a trained logit in the softmax, without a value.
     """
 
     query_heads: int
@@ -162,6 +163,7 @@ class AttentionConfig:
     shared_values: bool = False
     value_norm: bool = False
     window: Window | None = None
+    sinks: bool = False
 
     @property
     def scale(self) -> float:
@@ -215,6 +217,8 @@ class ExpertsConfig:
         shared_width: width of the expert that all tokens go through; None if there is none.
         beside_dense: whether a dense layer is added to them. Both then have norms of their own, the
             router reads the residual stream, and weights have a factor for each expert.
+        swiglu_limit: bound of gate and up in experts as GPT-OSS has them, with biases, which the
+            router has too, and with gate and up in turns; None for other experts.
     """
 
     number: int
@@ -223,6 +227,7 @@ class ExpertsConfig:
     normalised: bool
     shared_width: int | None = None
     beside_dense: bool = False
+    swiglu_limit: float | None = None
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
@@ -455,6 +460,9 @@ class Family:
             then always add up to 1.
         added_experts: whether experts are added to dense feed-forward layers where
             `enable_moe_block` is true.
+        clamped_experts: whether feed-forward layers consist of experts with `swiglu_limit`, which
+            checkpoints may store in MXFP4.
+        sinks: whether attention has sinks.
         window_keys: whether there are keys for sliding windows, which no layer may use.
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
@@ -498,6 +506,8 @@ class Family:
     experts: bool = False
     shared_expert: bool = False
     added_experts: bool = False
+    clamped_experts: bool = False
+    sinks: bool = False
     window_keys: bool = False
     window_pattern: int | None = None
     sliding_keys: tuple[str, ...] = ("sliding_window",)
@@ -783,6 +793,44 @@ FAMILIES: dict[str, Family] = {
             for prefix in ("model.", "")
             for name in ("vision_tower", "embed_vision", "audio_tower", "embed_audio")
         ),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        head_dim=64,
+        sinks=True,
+        clamped_experts=True,
+        float32_norms=True,
+        window_pattern=2,
+        rope_by_kind=False,
+        defaults={
+            "vocab_size": 201_088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "num_experts_per_tok": 4,
+            "swiglu_limit": 7.0,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        other_keys={
+            "swiglu_alpha": (1.702,),
+            "output_router_logits": (False,),
+            # The authors' names, without effect in transformers.
+            "experts_per_token": (4,),
+            "initial_context_length": (4096,),
+        },
     ),
 }
 ENCLOSING = {family.enclosing: name for name, family in FAMILIES.items() if family.enclosing}

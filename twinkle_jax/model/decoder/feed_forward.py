@@ -37,13 +37,15 @@ class _Routed(NamedTuple):
 
 
 class _Experts(NamedTuple):
-    """The matrices of all experts, in a stack of layers, and the layer to apply."""
+    """The matrices of all experts, in a stack of layers, the layer to apply, and biases if any."""
 
     gate_up: Float[Array, "layers experts width two_inner"]
     down: Float[Array, "layers experts inner width"]
     layer: Int[Array, ""]
+    biases: tuple[Float[Array, "layers experts out"], ...] = ()
 
 
+_SLOPE = 1.702  # of GPT-OSS's activation
 _AddUp = Callable[[Array, _Routed, _Experts], Array]
 
 
@@ -112,7 +114,8 @@ def _mix_experts(
     where $w$ are the chosen entries of $p$, divided by their sum in some families. With a routing,
     the experts are those that it names, and their weights are the router's still.
     """
-    routed = _route(x, weights["gate"]["kernel"], experts, routing)
+    router = "gate" if experts.swiglu_limit is None else "router"
+    routed = _route(x, weights[router], experts, routing)
     if stack is not None:
         stack = stack[0]["mlp"], stack[1]
     y = _apply_experts(config, experts, x, routed, weights, mesh, stack)
@@ -170,18 +173,37 @@ def _apply_experts(
     add_up: _AddUp = partial(_in_groups if traced_backend() == "tpu" else _in_blocks, config)
     if mesh is not None:
         add_up = _on_devices(add_up, experts, mesh)
-    matrices = _Experts(layers["gate_up_proj"]["kernel"], layers["down_proj"]["kernel"], layer)
+    gate_up, down = layers["gate_up_proj"], layers["down_proj"]
+    biases = () if experts.swiglu_limit is None else (gate_up["bias"], down["bias"])
+    matrices = _Experts(gate_up["kernel"], down["kernel"], layer, biases)
     return rounded(add_up(x, routed, matrices), x.dtype)
+
+
+def _inner(
+    config: DecoderConfig, gate_up: Float[Array, "rows two_inner"]
+) -> Float[Array, "rows inner"]:
+    r"""Apply the activation of experts: SwiGLU or GeGLU, or the clamped SwiGLU of GPT-OSS.
+
+    $$y = (u + 1) \, g \, \sigma(1.702 \, g), \quad g \le l, \; -l \le u \le l$$
+    """
+    assert config.experts is not None
+    limit = config.experts.swiglu_limit
+    if limit is None:
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        return rounded(activate(config, gate) * up)
+    gate, up = jnp.minimum(gate_up[:, ::2], limit), jnp.clip(gate_up[:, 1::2], -limit, limit)
+    opened = rounded(jax.nn.sigmoid(rounded(_SLOPE * gate)))
+    return rounded(rounded(up + 1) * rounded(gate * opened))
 
 
 def _route(
     x: Float[Array, "tokens width"],
-    router: Float[Array, "width experts"],
+    router: Mapping[str, Any],
     experts: ExpertsConfig,
     routing: Int[Array, "tokens chosen"] | None = None,
 ) -> _Routed:
     """Choose the experts of each token, or take those that are named for it."""
-    routed = _choose(matmul(x, router), experts, routing)
+    routed = _choose(project(x, router), experts, routing)
     return routed._replace(share=rounded(routed.share, x.dtype))
 
 
@@ -222,7 +244,7 @@ def _on_devices(add_up: _AddUp, experts: ExpertsConfig, mesh: Mesh) -> _AddUp:
         y: Array = jax.shard_map(
             on_device,
             mesh=mesh,
-            in_specs=(rows, rows, _Experts(by_expert, by_expert, everywhere)),
+            in_specs=(rows, rows, _Experts(by_expert, by_expert, everywhere, by_expert)),
             out_specs=rows,
             check_vma=False,
         )(x, routed, experts)
@@ -293,6 +315,18 @@ def _sort_into_blocks(
     return blocks, jnp.where(is_here, place.reshape(chosen.shape), len(index) * size)
 
 
+def _start(block: _Blocks, experts: _Experts, stack: Array) -> tuple[Any, ...]:
+    """Return where in a stack the part of a block's expert begins."""
+    return experts.layer, block.expert, *[0] * (stack.ndim - 2)
+
+
+def _biased(
+    y: Float[Array, "rows out"], bias: Float[Array, "*rows out"] | None = None
+) -> Float[Array, "rows out"]:
+    """Add a bias, if there is one."""
+    return y if bias is None else rounded(y + rounded(bias, y.dtype).reshape(-1, y.shape[-1]))
+
+
 def _in_blocks(
     config: DecoderConfig,
     x: Float[Array, "tokens width"],
@@ -310,17 +344,20 @@ def _in_blocks(
     sorted_blocks = _sort_into_blocks(routed.chosen, experts.down.shape[1], size)
     trace_again = same_tracing()
 
-    def mix(rows: Array, share: Array, gate_up: Array, down: Array) -> Array:
-        gate, up = jnp.split(matmul(rows, gate_up), 2, axis=-1)
-        y = matmul(rounded(activate(config, gate) * up), down)
-        return rounded(y * share[:, None])
+    def mix(rows: Array, share: Array, gate_up: Array, down: Array, *biases: Array) -> Array:
+        y = _inner(config, _biased(matmul(rows, gate_up), *biases[:1]))
+        return rounded(_biased(matmul(y, down), *biases[1:]) * share[:, None])
+
+    def stacks_of(experts: _Experts) -> list[Array]:
+        return [experts.gate_up, experts.down, *experts.biases]
 
     def inputs(block: _Blocks, x: Array, share: Array, experts: _Experts) -> tuple[Array, ...]:
-        start = experts.layer, block.expert, 0, 0
-        stacks = experts.gate_up, experts.down
-        matrices = (jax.lax.dynamic_slice(y, start, (1, 1, *y.shape[2:]))[0, 0] for y in stacks)
+        weights = (
+            jax.lax.dynamic_slice(y, _start(block, experts, y), (1, 1, *y.shape[2:]))[0, 0]
+            for y in stacks_of(experts)
+        )
         shares = share.at[block.tokens, block.slots].get(mode="fill", fill_value=0)
-        return x.at[block.tokens].get(mode="fill", fill_value=0), shares, *matrices
+        return x.at[block.tokens].get(mode="fill", fill_value=0), shares, *weights
 
     def of_tokens(values: Array, places: Array) -> Array:
         rows = values.reshape(-1, *values.shape[2:])
@@ -346,23 +383,25 @@ def _in_blocks(
             rows = cotangent.at[block.tokens].get(mode="fill", fill_value=0)
             d_rows, d_share, *d_matrices = pull(rows.astype(y.dtype))
             # The blocks of an expert follow each other; the last one writes the whole sum.
-            start = experts.layer, block.expert, 0, 0
             sums = [
                 jnp.where(block.is_first, 0, total) + new.astype(wide)
                 for total, new in zip(sums, d_matrices, strict=True)
             ]
             stacks = [
-                jax.lax.dynamic_update_slice(stack, total[None, None].astype(stack.dtype), start)
+                jax.lax.dynamic_update_slice(
+                    stack, total[None, None].astype(stack.dtype), _start(block, experts, stack)
+                )
                 for stack, total in zip(stacks, sums, strict=True)
             ]
             return (stacks, sums), (d_rows, d_share)
 
-        stacks = [jnp.zeros_like(experts.gate_up), jnp.zeros_like(experts.down)]
+        stacks = [jnp.zeros_like(stack) for stack in stacks_of(experts)]
         sums = [jnp.zeros(stack.shape[2:], wide) for stack in stacks]
         with trace_again():
             (stacks, _), (d_rows, d_share) = jax.lax.scan(step, (stacks, sums), blocks)
         d_x = jnp.sum(of_tokens(d_rows, places).astype(wide), axis=1).astype(x.dtype)
-        d_experts = experts._replace(gate_up=stacks[0], down=stacks[1], layer=None)
+        gate_up, down, *biases = stacks
+        d_experts = experts._replace(gate_up=gate_up, down=down, layer=None, biases=tuple(biases))
         return d_x, of_tokens(d_share, places), d_experts, None, None
 
     run.defvjp(forward, backward)
@@ -390,18 +429,21 @@ def _in_groups(
     # What a product leaves in rows of no group is undefined.
     grouped = (jnp.arange(tokens * each, dtype=jnp.int32) < jnp.sum(sizes))[:, None]
 
-    def multiply(rows: Array, matrices: Array) -> Array:
+    def multiply(rows: Array, matrices: Array, bias: Array | None = None) -> Array:
         from twinkle_jax.model.decoder.tpu_kernels import multiply_groups  # slow to import
 
         rows = jnp.where(grouped, rows, 0)
         matrices = rounded(matrices, rows.dtype).reshape(groups, *matrices.shape[2:])
         product = multiply_groups(rows, matrices, sizes, interpret=traced_backend() != "tpu")
+        if bias is not None:  # in float32, in which gradients of many rows are added up
+            table = bias.reshape(groups, -1).astype(jnp.float32)
+            product = _biased(product, table.at[group[order]].get(mode="fill", fill_value=0))
         return jnp.where(grouped, product, 0)
 
     # Repeated, then permuted: the gradient is a permutation and a sum, not a scatter that adds.
     rows = jnp.repeat(x, each, axis=0, total_repeat_length=tokens * each)[order]
-    gate, up = jnp.split(multiply(rows, experts.gate_up), 2, axis=-1)
-    y = multiply(rounded(activate(config, gate) * up), experts.down)
+    y = _inner(config, multiply(rows, experts.gate_up, *experts.biases[:1]))
+    y = multiply(y, experts.down, *experts.biases[1:])
     y = y[jnp.argsort(order)].reshape(tokens, each, -1)
     y = rounded(y * routed.share[..., None])
     return jnp.sum(y.astype(jnp.float32), axis=1)

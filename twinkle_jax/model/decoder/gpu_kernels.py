@@ -65,6 +65,7 @@ def attend_to_pages(
     last: Int[Array, " rows"],
     *,
     prompts: PromptPages | None = None,
+    sinks: Float[Array, "groups queries"] | None = None,
     scale: float,
     soft_cap: float | None = None,
     interpret: bool,
@@ -89,6 +90,7 @@ def attend_to_pages(
         first: position of the first token that each row attends to.
         last: of the last one.
         prompts: pages that several rows read, which lie before those of `owner`.
+        sinks: one more logit of each head in $m$ and in the denominator; None for none.
         scale: factor on the products of queries and keys.
         soft_cap: bound of the logits; None for none.
         interpret: whether to interpret the kernels, as other backends must.
@@ -122,8 +124,10 @@ def attend_to_pages(
         )(repeat[None], members, begin, first, last, query, keys, values)
         listed = pages_of_rows(members.reshape(-1), jnp.repeat(begin, most), size, rows)
         sums += [*listed, *of_pages]
+    if sinks is not None:
+        sums.append(sinks.astype(jnp.float32).reshape(heads))
     output = pl.pallas_call(
-        _row_kernel,
+        partial(_row_kernel, has_sinks=sinks is not None),
         out_shape=jax.ShapeDtypeStruct((rows, heads, width), jnp.float32),
         grid=(rows, heads),
         name="add_up_pages",
@@ -185,9 +189,10 @@ def _exact(query: Array) -> dict[str, Any]:
     return {"allow_tf32": False} if query.dtype == jnp.float32 else {}
 
 
-def _row_kernel(*arrays: Any) -> None:
+def _row_kernel(*arrays: Any, has_sinks: bool) -> None:
     """Add up the pages of one row for one head, some at a time, part by part."""
     *inputs, output = arrays
+    sinks = inputs.pop() if has_sinks else None
     row, head = pl.program_id(0), pl.program_id(1)
     _, heads, width = output.shape
 
@@ -209,7 +214,8 @@ def _row_kernel(*arrays: Any) -> None:
         return new, total, before * out + jnp.sum(share[:, None] * page_out, axis=0)
 
     zero = jnp.zeros((), jnp.float32)
-    sums = zero - jnp.inf, zero, jnp.zeros(width, jnp.float32)
+    first = (zero - jnp.inf, zero) if sinks is None else (sinks[head], zero + 1)
+    sums = *first, jnp.zeros(width, jnp.float32)
     for i in range(0, len(inputs), 6):
         part = inputs[i : i + 6]
         steps = jax.lax.div(part[2][row] + _PAGES - 1, _PAGES)

@@ -29,11 +29,13 @@ class Parameter(NamedTuple):
         path: keys from the root, or from the layer.
         shape: shape here, without the axis of stacked layers.
         initial: distribution of the initial values.
+        transposed: whether checkpoints have a matrix the other way round, [out, in].
     """
 
     path: tuple[str, ...]
     shape: tuple[int, ...]
     initial: Initial = "normal"
+    transposed: bool = True
 
 
 def outer_parameters(config: DecoderConfig) -> list[Parameter]:
@@ -116,6 +118,16 @@ def _feed_forward(config: DecoderConfig, dense_width: int) -> list[Parameter]:
             Parameter((EXPERTS, "gate_up_proj", "kernel"), (number, width, 2 * inner)),
             Parameter((EXPERTS, "down_proj", "kernel"), (number, inner, width)),
         ]
+    if experts.swiglu_limit is not None:
+        up, down = ("mlp", EXPERTS, "gate_up_proj"), ("mlp", EXPERTS, "down_proj")
+        return [
+            Parameter(("mlp", "router", "kernel"), (width, number)),
+            Parameter(("mlp", "router", "bias"), (number,), "zeros"),
+            Parameter((*up, "kernel"), (number, width, 2 * inner), transposed=False),
+            Parameter((*up, "bias"), (number, 2 * inner), "zeros", transposed=False),
+            Parameter((*down, "kernel"), (number, inner, width), transposed=False),
+            Parameter((*down, "bias"), (number, width), "zeros", transposed=False),
+        ]
     table = [
         Parameter(("mlp", "gate", "kernel"), (width, number)),
         Parameter(("mlp", EXPERTS, "gate_up_proj", "kernel"), (number, width, 2 * inner)),
@@ -142,6 +154,8 @@ def _attention(a: AttentionConfig, width: int, scale: Initial) -> list[Parameter
         if not a.joint_qk_norm:
             normed = dict.fromkeys(normed, a.head_dim)
         table += [Parameter(("self_attn", n, "scale"), (out,), scale) for n, out in normed.items()]
+    if a.sinks:
+        table.append(Parameter(("self_attn", "sinks"), (a.query_heads,)))
     return table
 
 

@@ -31,8 +31,9 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
     # Experts are split as wholes.
     (r"/experts/gate_up_proj/kernel$", PartitionSpec(None, "tensor", "fsdp", None)),
     (r"/experts/down_proj/kernel$", PartitionSpec(None, "tensor", None, "fsdp")),
+    (r"/experts/\w+/bias$", PartitionSpec(None, "tensor", None)),
     (
-        r"/(gate|shared_expert_gate|router/proj)/kernel$",
+        r"/(gate|shared_expert_gate|router(/proj)?)/kernel$",
         PartitionSpec(None, "fsdp", None),
     ),  # routers
     # Projections that split their outputs into heads or feed-forward columns.
@@ -40,7 +41,7 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
         r"/(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+)/kernel$",
         PartitionSpec(None, "fsdp", "tensor"),
     ),
-    (r"/(q_proj|k_proj|v_proj)/bias$", PartitionSpec(None, "tensor")),
+    (r"/((q_proj|k_proj|v_proj)/bias|sinks)$", PartitionSpec(None, "tensor")),
     # Projections back to the residual stream, which sum over what the others have split.
     (r"/(o_proj|down_proj|out_proj)/kernel$", PartitionSpec(None, "tensor", "fsdp")),
     (r"/conv1d/kernel$", PartitionSpec(None, None, "tensor")),

@@ -12,6 +12,7 @@ none for the gradient of the matrices, which it computes from all rows for each 
 Importing Pallas takes a quarter of a second, so this file is imported where a kernel is traced.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,7 @@ def splash_attention(
     query: Float[Array, "batch time heads width"],
     key: Float[Array, "batch time groups width"],
     value: Float[Array, "batch time groups width"],
+    sinks: Float[Array, " heads"] | None = None,
     *,
     segment_ids: Int[Array, "batch time"] | None,
     scale: float,
@@ -59,6 +61,7 @@ def splash_attention(
         query: rotated queries.
         key: rotated keys; each serves `heads // groups` queries.
         value: values.
+        sinks: a logit of each head in the softmax, without a value; None for none.
         segment_ids: equal for tokens that may attend to each other; None: one segment per row.
         scale: factor on the products of queries and keys.
         soft_cap: bound of the logits; None for none.
@@ -72,20 +75,25 @@ def splash_attention(
     time = query.shape[1]
     wide = jnp.promote_types(query.dtype, jnp.float32)
     query = (query.astype(wide) * scale).astype(query.dtype)
-    arrays = [_heads_first(x) for x in (query, key, value)]
+    heads = PartitionSpec(ROWS, "tensor")
+    arrays, specs = {}, {}
     if segment_ids is not None:
-        arrays.append(jnp.pad(segment_ids, ((0, 0), (0, -time % _LANES)), constant_values=-1))
+        padding = (0, 0), (0, -time % _LANES)
+        arrays["segment_ids"] = jnp.pad(segment_ids, padding, constant_values=-1)
+        specs["segment_ids"] = PartitionSpec(ROWS)
+    if sinks is not None:
+        arrays["sinks"], specs["sinks"] = sinks, PartitionSpec("tensor")
     attend = partial(_splash_kernel, soft_cap=soft_cap, window=window, interpret=interpret)
     if mesh is not None:
-        heads = PartitionSpec(ROWS, "tensor")
         attend = jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(heads, heads, heads, PartitionSpec(ROWS))[: len(arrays)],
+            in_specs=(heads, heads, heads, specs),
             out_specs=heads,
             check_vma=False,  # kernels do not say along which axes their results vary
         )
-    return jnp.swapaxes(attend(*arrays), 1, 2)[:, :time]
+    query, key, value = (_heads_first(x) for x in (query, key, value))
+    return jnp.swapaxes(attend(query, key, value, arrays), 1, 2)[:, :time]
 
 
 def _heads_first(
@@ -98,7 +106,8 @@ def _splash_kernel(
     query: Array,
     key: Array,
     value: Array,
-    *segment_ids: Array,
+    others: Mapping[str, Array],
+    *,
     soft_cap: float | None,
     window: int | None,
     interpret: bool,
@@ -121,11 +130,12 @@ def _splash_kernel(
         interpret=interpret,
     )
 
-    def row(query: Array, key: Array, value: Array, *ids: Array) -> Array:
-        attended: Array = kernel(query, key, value, *(SegmentIds(x, x) for x in ids))
+    def row(query: Array, key: Array, value: Array, ids: Array | None) -> Array:
+        segments = None if ids is None else SegmentIds(ids, ids)
+        attended: Array = kernel(query, key, value, segments, others.get("sinks"))
         return attended
 
-    return jax.vmap(row)(query, key, value, *segment_ids)
+    return jax.vmap(row)(query, key, value, others.get("segment_ids"))
 
 
 def write_in_place(

@@ -69,6 +69,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     stored_tensors,
     stored_together,
     to_stored,
+    unpacked,
 )
 from twinkle_jax.model.huggingface.config_json import export_config, parse_config
 from twinkle_jax.model.huggingface.saving import (
@@ -97,10 +98,10 @@ def load_pretrained(
     """Read a Hugging Face checkpoint.
 
     Families are Llama, SmolLM3, OLMo 2 and 3, Granite 3, Phi-3 and 4, Mistral, Qwen2 to Qwen3.6,
-    Gemma 2, and the text models of Gemma 3 and Gemma 4.
+    Gemma 2, the text models of Gemma 3 and Gemma 4, and GPT-OSS.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
-    the second, as transformers does.
+    the second, as transformers does. Experts of GPT-OSS in MXFP4 are converted to bfloat16.
 
     The names, shapes and types of all tensors are checked before anything is allocated. Then they
     are read and placed on their devices one at a time, so the host holds one tensor at a time. Only
@@ -150,6 +151,7 @@ def read_params(
     partition: Partition | None = None,
 ) -> Params:
     """Read a decoder's parameters from the tensors of a checkpoint, see `load_pretrained`."""
+    stored = unpacked(config, stored)
     names, table = match_tensors(config, stored), parameter_table(config)
     with ExitStack() as stack:
         files = open_files(stack, stored)
@@ -162,6 +164,7 @@ def read_params(
                 names=names[path],
                 slices=[[files[name].get_slice(name) for name in group] for group in names[path]],
                 first=stored_outputs(config, path, table)[0],
+                transposed=p.transposed,
             )
             for path, p in table.items()
         ]
@@ -223,6 +226,7 @@ class StoredLeaf:
         names: names of the tensors, once or for each stacked layer: one, or those of all experts.
         slices: the same tensors, open for reading.
         first: the leaf's first output in tensors that hold other leaves, too.
+        transposed: whether the tensors have a matrix the other way round.
     """
 
     path: tuple[str, ...]
@@ -231,24 +235,36 @@ class StoredLeaf:
     names: list[tuple[str, ...]]
     slices: list[list[Any]]
     first: int = 0
+    transposed: bool = True
 
     @property
     def stacked(self) -> bool:
         """Whether the first axis counts layers, each of which has a tensor of its own."""
         return self.path[0] == "layers"
 
+    @property
+    def by_expert(self) -> bool:
+        """Whether it holds the matrices of each layer's experts, which may be large."""
+        return EXPERTS in self.path and len(self.shape) == 4
+
     def read(self, index: Slices) -> Iterator[np.ndarray]:
-        """Read the part that one device holds: as one array, or layer by layer."""
+        """Read the part that one device holds: as one array, or by layer, matrices by expert."""
         part = tuple(slice(*s.indices(n)) for s, n in zip(index, self.shape, strict=True))
         if not self.stacked:
             yield self._read(0, part)
             return
         for layer in range(part[0].start, part[0].stop):
-            yield self._read(layer, part[1:])
+            if not self.by_expert:
+                yield self._read(layer, part[1:])
+                continue
+            for expert in range(part[1].start, part[1].stop):
+                yield self._read(layer, (slice(expert, expert + 1), *part[2:]))[0]
 
     def _read(self, layer: int, part: Slices) -> np.ndarray:
         name = self.names[layer][0]
-        stored = read_part(self.path, self.slices[layer], part, self.shape[-1], self.first)
+        stored = read_part(
+            self.path, self.slices[layer], part, self.shape[-1], self.first, self.transposed
+        )
         if not all_finite(stored):
             raise ValueError(f"{name} must be finite, got NaN or infinity")
         with np.errstate(over="ignore"):
@@ -290,23 +306,24 @@ def place(leaf: StoredLeaf, sharding: Sharding) -> jax.Array:
 
 
 def _fill(leaf: StoredLeaf, index: Slices, device: jax.Device) -> jax.Array:
-    """Read one device's part; large stacks are filled on the device, layer by layer."""
-    rows = leaf.read(index)
+    """Read one device's part; large stacks are filled on the device, piece by piece."""
+    pieces = leaf.read(index)
     if not leaf.stacked:
-        return jax.device_put(next(rows), device)
+        return jax.device_put(next(pieces), device)
     shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, leaf.shape, strict=True))
     if np.prod(shape) * leaf.dtype.itemsize <= ON_THE_HOST:
-        return jax.device_put(np.stack(list(rows)), device)
+        return jax.device_put(np.stack(list(pieces)).reshape(shape), device)
     stack = jnp.zeros(shape, leaf.dtype, device=device)
-    for layer, row in enumerate(rows):
-        row_on_device = jax.device_put(row, device)
-        stack = _write_layer(stack, row_on_device, np.int32(layer)).block_until_ready()
+    for at in np.ndindex(shape[: 2 if leaf.by_expert else 1]):
+        piece = jax.device_put(next(pieces), device)
+        stack = _write_piece(stack, piece, np.asarray(at, np.int32)).block_until_ready()
     return stack
 
 
 @partial(jax.jit, donate_argnums=0)
-def _write_layer(stack: Array, row: Array, layer: Array) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(stack, row, layer, 0)
+def _write_piece(stack: Array, piece: Array, at: Array) -> Array:
+    piece = piece.reshape((1,) * len(at) + piece.shape)
+    return jax.lax.dynamic_update_slice(stack, piece, [*at, *[0] * (stack.ndim - len(at))])
 
 
 _STORED_DTYPES = {name: stored for stored, name in DTYPES.items()}
@@ -462,7 +479,14 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
                     _STORED_DTYPES[to.name],
                     stored_shape(p._replace(shape=piece.shape)),
                     partial(_gather_joined, leaves, piece.place),
-                    partial(host_tensor, piece.name, path, dtype=to, columns=piece.columns),
+                    partial(
+                        host_tensor,
+                        piece.name,
+                        path,
+                        dtype=to,
+                        columns=piece.columns,
+                        transposed=p.transposed,
+                    ),
                 )
                 rows.append((layer, tensor))
     return [tensor for _, tensor in sorted(rows, key=lambda row: row[0])]
@@ -505,8 +529,9 @@ class _Piece(NamedTuple):
 
 def _pieces(name: str, parameter: Parameter, index: tuple[int, ...]) -> Iterator[_Piece]:
     """List the tensors of a parameter of one layer: one, or those of each expert."""
-    # Experts beside a dense layer stay stacked: no model of theirs has a tensor for each.
-    if EXPERTS not in parameter.path or parameter.path[0] == EXPERTS:
+    # Experts of Gemma 4 and GPT-OSS stay stacked: no model of theirs has a tensor for each.
+    stays_stacked = parameter.path[0] == EXPERTS or not parameter.transposed
+    if EXPERTS not in parameter.path or stays_stacked:
         yield _Piece(name, index, slice(None), parameter.shape)
         return
     experts, rows, columns = parameter.shape
@@ -524,6 +549,7 @@ def host_tensor(
     *,
     dtype: np.dtype[Any],
     columns: slice = slice(None),
+    transposed: bool = True,
 ) -> np.ndarray:
     """Convert columns of values to the form that is stored; refuse values that are not finite."""
     values = values[..., columns]
@@ -533,7 +559,7 @@ def host_tensor(
         array = values.astype(dtype, copy=False)
     if not all_finite(array):
         raise ValueError(f"{name} must fit {dtype.name}, got larger values of {values.dtype.name}")
-    return np.ascontiguousarray(to_stored(path, array))
+    return np.ascontiguousarray(to_stored(path, array, transposed=transposed))
 
 
 def _write_checkpoint(

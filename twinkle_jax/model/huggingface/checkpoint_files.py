@@ -6,12 +6,14 @@ tensor for each expert and projection. Projections are apart here, and side by s
 checkpoints of some families. No other file depends on any of this.
 """
 
+import functools
 import itertools
 import json
 import re
 import stat
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -63,6 +65,7 @@ class StoredTensor(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    scales: Path | None = None  # the file of its scales, where it is one of two of MXFP4
 
 
 def import_safetensors() -> ModuleType:
@@ -219,11 +222,100 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
 def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Open each file once, and return the open file of each tensor."""
     safetensors = import_safetensors()
+    files = {tensor.file for tensor in stored.values()}
+    files |= {tensor.scales for tensor in stored.values() if tensor.scales is not None}
     handles = {
-        file: stack.enter_context(safetensors.safe_open(file, framework="np"))
-        for file in {tensor.file for tensor in stored.values()}
+        file: stack.enter_context(safetensors.safe_open(file, framework="np")) for file in files
     }
-    return {name: handles[tensor.file] for name, tensor in stored.items()}
+    return {
+        name: handles[tensor.file]
+        if tensor.scales is None
+        else PackedFiles(handles[tensor.file], handles[tensor.scales])
+        for name, tensor in stored.items()
+    }
+
+
+# MXFP4: numbers of four bits, two in a byte, and a power of two for each group of inputs.
+
+
+_BLOCKS, _SCALES, _GROUP = "_blocks", "_scales", 32
+
+
+@functools.cache
+def _pairs() -> np.ndarray:
+    """Two numbers in bfloat16, as one integer, for each scale and byte.
+
+    What does not fit is infinite, and a scale of 255, which stands for NaN, gives no finite number.
+    """
+    positive = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+    numbers = np.concatenate([positive, -positive])
+    pairs = np.stack([np.tile(numbers, 16), np.repeat(numbers, 16)], axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        powers = np.ldexp(np.float32(1), np.arange(256) - 127)
+        values = (pairs * powers[:, None, None]).astype(jnp.bfloat16)
+    return values.view(np.uint32).reshape(-1)
+
+
+def unpacked(config: DecoderConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Put one tensor, [experts, inputs, outputs], in the place of each pair in MXFP4."""
+    tensors = dict(stored)
+    if not FAMILIES[config.model_type].clamped_experts:
+        return tensors
+    for name in [name for name in stored if name.endswith(_BLOCKS)]:
+        name = name.removesuffix(_BLOCKS)
+        if name + _SCALES not in stored:
+            continue  # refused as an extra tensor
+        blocks, scales = tensors.pop(name + _BLOCKS), tensors.pop(name + _SCALES)
+        if len(blocks.shape) != 4 or blocks.shape[3] != _GROUP // 2:
+            raise ValueError(
+                f"{name}{_BLOCKS} must have the shape [experts, outputs, groups, {_GROUP // 2}], "
+                f"got {blocks.shape}"
+            )
+        if scales.shape != blocks.shape[:3]:
+            raise ValueError(
+                f"{name}{_SCALES} must have the shape {blocks.shape[:3]}, got {scales.shape}"
+            )
+        for end, tensor in ((_BLOCKS, blocks), (_SCALES, scales)):
+            if tensor.dtype != "U8":
+                raise ValueError(f"{name}{end} must have the type U8, got {tensor.dtype}")
+        if name in tensors:
+            raise ValueError(f"{name} must be stored once, got {name}{_BLOCKS} beside it")
+        experts, outputs, groups = scales.shape
+        shape = experts, groups * _GROUP, outputs
+        tensors[name] = StoredTensor(blocks.file, shape, "BF16", scales.file)
+    return tensors
+
+
+class PackedFiles(NamedTuple):
+    """The open files of a tensor in MXFP4."""
+
+    blocks: Any
+    scales: Any
+
+    def get_slice(self, name: str) -> "PackedSlice":
+        """Open the tensor for reading."""
+        return PackedSlice(
+            self.blocks.get_slice(name + _BLOCKS), self.scales.get_slice(name + _SCALES)
+        )
+
+
+@dataclass(frozen=True)
+class PackedSlice:
+    """A tensor in MXFP4, [experts, inputs, outputs], read in parts, in bfloat16."""
+
+    blocks: Any
+    scales: Any
+
+    def __getitem__(self, part: tuple[slice, ...]) -> np.ndarray:
+        """Read a part."""
+        experts, inputs, outputs = part
+        first, last = inputs.start // _GROUP, -(-inputs.stop // _GROUP)
+        kept = slice(inputs.start - first * _GROUP, inputs.stop - first * _GROUP)
+        place = experts, outputs, slice(first, last)
+        blocks, scales = self.blocks[place], self.scales[place]
+        pairs = _pairs()[scales.astype(np.uint16)[..., None] << 8 | blocks]
+        values = pairs.view(jnp.bfloat16).reshape(*scales.shape[:2], -1)
+        return values[..., kept].swapaxes(1, 2)
 
 
 # Tensors: name, shape and orientation of each parameter.
@@ -239,8 +331,8 @@ def stored_name(path: tuple[str, ...]) -> str:
     """Return a tensor's name without the prefix of the model or the layer."""
     *module, leaf = path
     if EXPERTS in path:
-        return ".".join(module)
-    return ".".join([*module, leaf if module[-1:] == ["router"] else LEAVES.get(leaf, leaf)])
+        return ".".join(module) + ("" if leaf == "kernel" else f"_{leaf}")
+    return ".".join([*module, leaf if module == ["router"] else LEAVES.get(leaf, leaf)])
 
 
 def _fused_name(config: DecoderConfig, path: tuple[str, ...]) -> str | None:
@@ -343,7 +435,7 @@ def match_tensors(
         names[path], shape = [], stored_shape(p)
         for name in stored_names(config, path, p, prefix):
             group: tuple[str, ...] = (name,)
-            if EXPERTS in path and name not in stored:
+            if EXPERTS in path and p.transposed and name not in stored:
                 by_expert = names_by_expert(name, shape[0])
                 group = tuple(itertools.chain(*by_expert))
                 shape = (shape[1] // len(by_expert[0]), shape[2])
@@ -379,14 +471,15 @@ def _refuse(requirement: str, names: Iterable[str]) -> None:
 
 def stored_shape(parameter: Parameter) -> tuple[int, ...]:
     """Return the shape of a parameter's tensor (of one layer)."""
-    return to_stored(parameter.path, np.broadcast_to(np.False_, parameter.shape)).shape
+    values = np.broadcast_to(np.False_, parameter.shape)
+    return to_stored(parameter.path, values, transposed=parameter.transposed).shape
 
 
-def to_stored(path: tuple[str, ...], values: np.ndarray) -> np.ndarray:
+def to_stored(path: tuple[str, ...], values: np.ndarray, *, transposed: bool = True) -> np.ndarray:
     """Transpose a parameter of one layer to the orientation of checkpoints; a view if possible."""
     if "conv1d" in path:
         return values.T[:, None]
-    return values.swapaxes(-1, -2) if path[-1] in _TRANSPOSED else values
+    return values.swapaxes(-1, -2) if transposed and path[-1] in _TRANSPOSED else values
 
 
 def read_part(
@@ -395,6 +488,7 @@ def read_part(
     part: tuple[slice, ...],
     width: int,
     first: int = 0,
+    transposed: bool = True,
 ) -> np.ndarray:
     """Read a part of a parameter from its tensors, and only that part of the files.
 
@@ -404,13 +498,14 @@ def read_part(
         part: of the parameter, of one layer.
         width: the size of the parameter's last axis.
         first: the parameter's first output in a tensor that holds others, too.
+        transposed: see `Parameter`.
     """
     if len(tensors) > 1:
         return np.stack([_read_expert(path, tensors, e, part[1:], width) for e in _range(part[0])])
     (stored,) = tensors
     if "conv1d" in path:
         return stored[part[1], :, part[0]][:, 0].T
-    if path[-1] not in _TRANSPOSED:
+    if path[-1] not in _TRANSPOSED or not transposed:
         return stored[part]
     outputs = slice(part[-1].start + first, part[-1].stop + first)
     return stored[*part[:-2], outputs, part[-2]].swapaxes(-1, -2)

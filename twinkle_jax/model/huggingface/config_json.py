@@ -55,6 +55,14 @@ _GLOBAL_KEYS = (
     "num_kv_shared_layers",
     "use_double_wide_mlp",
 )
+_CLAMPED_EXPERT_KEYS = (
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "router_aux_loss_coef",
+    "swiglu_limit",
+    "quantization_config",
+)
 _ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
 _MULTIPLIER_KEYS = (
     "embedding_multiplier",
@@ -133,12 +141,13 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     flat, model_type = _flatten(config)
     family = FAMILIES[model_type]
     flat = {**family.defaults, **flat}
-    if family.global_heads and flat["rope_parameters"] is None:
+    if flat.get("rope_parameters") is None and "rope_parameters" in family.defaults:
         flat["rope_parameters"] = family.defaults["rope_parameters"]
     _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
     attention, full_attention = _attentions(flat, family, kinds)
-    has_experts = family.experts or (family.added_experts and _flag(flat, "enable_moe_block"))
+    has_experts = family.experts or family.clamped_experts
+    has_experts |= family.added_experts and _flag(flat, "enable_moe_block")
     experts = _experts(flat, family) if has_experts else None
     multipliers = {name: _number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
     if family.scaled_embedding:
@@ -314,6 +323,7 @@ def _attention(
         multiplier=multiplier,
         value_norm=family.value_norm,
         window=window,
+        sinks=family.sinks,
     )
 
 
@@ -342,14 +352,15 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
         raise ValueError(
             f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
         )
-    shared, added = family.shared_expert, family.added_experts
+    shared, added, clamped = family.shared_expert, family.added_experts, family.clamped_experts
     return ExpertsConfig(
         number=number,
         chosen=_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
-        width=_size(flat, "moe_intermediate_size"),
-        normalised=shared or added or _flag(flat, "norm_topk_prob"),
+        width=_size(flat, "intermediate_size" if clamped else "moe_intermediate_size"),
+        normalised=shared or added or clamped or _flag(flat, "norm_topk_prob"),
         shared_width=_size(flat, "shared_expert_intermediate_size") if shared else None,
         beside_dense=added,
+        swiglu_limit=_number(flat, "swiglu_limit", 7.0) if clamped else None,
     )
 
 
@@ -609,6 +620,9 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     read += family.sliding_keys if family.window_pattern or family.uniform_window else ()
     read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
     read += _ADDED_EXPERT_KEYS if family.added_experts else ()
+    if family.clamped_experts:
+        read += _CLAMPED_EXPERT_KEYS
+        _one_of(_section(config, "quantization_config"), "quant_method", ("mxfp4",))
     read += _GLOBAL_KEYS if family.global_heads else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
@@ -705,7 +719,8 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
     original_rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     image_rope = {key: original_rope[key] for key in sorted(_IMAGE_ROPE & original_rope.keys())}
     text.update(_text_entries(config, image_rope), dtype=dtype, torch_dtype=dtype)
-    text.pop("auto_map", None)  # code that is not written
+    for name in ("auto_map", "quantization_config"):  # code, and a form, that are not written
+        text.pop(name, None)
     if not (nested and "text_config" in original):
         return text | {"architectures": [FAMILIES[config.model_type].architecture]}
     return original | {
@@ -805,6 +820,12 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
                 "top_k_experts": experts.chosen,
                 "moe_intermediate_size": experts.width,
             }
+    elif family.clamped_experts and experts is not None:
+        entries |= {
+            "num_local_experts": experts.number,
+            "num_experts_per_tok": experts.chosen,
+            "swiglu_limit": experts.swiglu_limit,
+        }
     elif experts is not None:
         entries |= {
             "num_experts": experts.number,
