@@ -268,6 +268,7 @@ def test_a_file_without_settings_is_named(tmp_path, capsys, content):
     assert str(tmp_path / "run.yaml") in error
 
 
+@pytest.mark.slow
 def test_an_empty_file_of_settings_stands_for_the_defaults(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text("# steps: 5\n")
     run = ["--output_dir", str(tmp_path / "run"), "--warm_start", "0", "--steps", "0"]

@@ -49,6 +49,7 @@ def test_a_prompt_is_the_beginning_of_a_text():
     assert template.tokenizer.decode(ids.tolist(), skip_special_tokens=False) == "3+4="
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_logits_are_compared(tmp_path):
     transformers = pytest.importorskip("transformers", reason="pip install 'twinkle-jax[oracle]'")

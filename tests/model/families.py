@@ -45,9 +45,9 @@ ALL = (
 )  # every row of the table of families, for configurations and checkpoints
 
 
-def each(cases, default=1):
-    """Run the first cases by default; the others are exhaustive."""
-    others = (pytest.param(case, marks=pytest.mark.exhaustive) for case in cases[default:])
+def each(cases, default=1, mark=pytest.mark.exhaustive):
+    """Run the first cases by default; the others have a mark."""
+    others = (pytest.param(case, marks=mark) for case in cases[default:])
     return [*cases[:default], *others]
 
 

@@ -341,6 +341,7 @@ def test_a_worker_that_dies_costs_its_answer_alone(fake_math_verify):
     assert reward(boxed("1.5"), ["1.5"]) == [1.0]
 
 
+@pytest.mark.slow
 def test_an_answer_that_waits_is_given_up(fake_math_verify):
     reward = MathReward(workers=1, timeout=3, batch_timeout=300)
     with pytest.warns(RuntimeWarning, match="1 answers"):
@@ -370,6 +371,7 @@ def test_idle_processes_that_are_killed_are_replaced(fake_math_verify, victim):
     assert reward.timeouts == 0
 
 
+@pytest.mark.slow
 def test_after_a_budget_is_used_up(fake_math_verify):
     reward = MathReward(workers=1, timeout=60, batch_timeout=0.5)
     with pytest.warns(RuntimeWarning, match="5 answers"):
@@ -377,6 +379,7 @@ def test_after_a_budget_is_used_up(fake_math_verify):
     assert reward(boxed("1.5"), ["1.5"]) == [1.0]
 
 
+@pytest.mark.slow
 def test_an_interrupted_call_is_not_answered_later(fake_math_verify):
     reward = MathReward(workers=1, timeout=60)
     assert reward(boxed("1.5"), ["1.5"]) == [1.0]
@@ -391,6 +394,7 @@ def test_an_interrupted_call_is_not_answered_later(fake_math_verify):
     assert reward(boxed("1.5", "2"), ["1.5"]) == [1.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_reward_that_is_dropped_leaves_no_process(fake_math_verify):
     reward = MathReward(workers=2, timeout=60)
     assert reward(boxed("1.5"), ["1.5"]) == [1.0]

@@ -207,6 +207,7 @@ def wild():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="descendants are found on Linux")
 def test_what_an_environment_starts_lives_as_long_as_its_episode():
     """Also if it left the environment's session, and if another episode ends meanwhile."""
@@ -222,6 +223,7 @@ def test_what_an_environment_starts_lives_as_long_as_its_episode():
     assert end(kept["content"])
 
 
+@pytest.mark.slow
 def test_a_row_is_the_same_in_a_process(tmp_path):
     """Dates, which Parquet files hold, became text; NumPy's arrays became lists."""
     (tmp_path / "shown.py").write_text(
@@ -277,6 +279,7 @@ def play(factory, fault):
     return sample(factory, rows, max_failed=1.0)
 
 
+@pytest.mark.slow
 def test_episodes_are_those_of_a_thread(wild):
     here, there = play(games.Wild, ""), play(wild, "")
     assert [e.as_record() for e in here.episodes] == [e.as_record() for e in there.episodes]

@@ -167,6 +167,7 @@ def test_no_log_probabilities_when_none_are_asked_for(actor):
     assert sequence.logprobs is None and sequence.logprobs_kind is None and sequence.tokens
 
 
+@pytest.mark.slow
 def test_features_and_strings_are_prompts_too(actor):
     sampler = JaxSampler(actor)
     params = {"max_new_tokens": 6, "seed": 2, "num_samples": 4}
@@ -276,6 +277,7 @@ def test_logits_that_are_not_finite_are_an_error(actor):
         next(broken.stream("1+2=", PARAMS))
 
 
+@pytest.mark.slow
 def test_the_blocks_of_a_stream_share_no_noise(actor):
     sampler = JaxSampler(actor, seed=3)
     even = SamplingParams(temperature=1e4, max_tokens=16)

@@ -147,6 +147,7 @@ def test_too_many_failures_end_a_run_with_the_last_step_saved(folder, tmp_path, 
     assert steps(tmp_path / "run")[-1] == 2
 
 
+@pytest.mark.slow
 def test_why_environments_failed_is_printed_once(folder, tmp_path, capsys, breaks):
     """All 8 of a step, twice, in two steps; 4 are evaluated before and after."""
     breaks(range(5, 5 + 2 * 8 * 2))
@@ -300,6 +301,7 @@ def test_rows_of_failed_episodes_count_in_no_mean():
     assert int(state.rows) == 3
 
 
+@pytest.mark.slow
 def test_a_chat_template_that_hides_tools_is_said(folder, tmp_path, capsys):
     (tmp_path / "tools.py").write_text(
         'def ask(word: str) -> str:\n    """Ask."""\n    return word'

@@ -147,6 +147,7 @@ def test_a_run_evaluates_with_its_own_settings_and_its_judge():
     assert not reward.calls
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_with_its_penalty_and_its_filters():
     rollout = RolloutConfig(max_new_tokens=4, top_k=1, repetition_penalty=1e4)
     config = TrainConfig(rollout=rollout, evaluation=EvaluationConfig(pass_k=K))

@@ -240,6 +240,7 @@ def test_a_reward_that_goes_wrong_costs_no_finished_step(folder, tmp_path, wrong
     assert len(metrics(tmp_path / "run")) == 2
 
 
+@pytest.mark.slow
 def test_a_reward_that_goes_wrong_in_an_evaluation_costs_no_finished_step(folder, tmp_path):
     settings = config(folder, tmp_path / "run", evaluation=evaluation(folder, every=1))
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
@@ -331,6 +332,7 @@ def test_what_differs_is_named_before_anything_else(folder, begun, changes, mess
     assert steps(begun) == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_done_says_so_at_once(folder, begun, capsys):
     asked = Scorer()
     settings = config(folder, begun, resume="auto", steps=1)

@@ -120,6 +120,7 @@ def test_a_run_leaves_all_that_there_is_to_know(folder, uninterrupted):
         assert count == step * UPDATES - sum(x["updates_without_signal"] for x in records[:step])
 
 
+@pytest.mark.slow
 def test_what_is_judged_is_the_policy_as_it_is_by_then(folder, uninterrupted):
     """Before the first step and once after the fourth, the last; the sampled ones lie between."""
     run_config, _, calls = uninterrupted
@@ -359,6 +360,7 @@ def test_no_two_rollouts_share_noise(folder, tmp_path):
     assert len(calls) == 4 and len(set(map(tuple, calls))) == 4
 
 
+@pytest.mark.slow
 def test_another_data_set_is_refused(folder, uninterrupted):
     run_config, *_ = uninterrupted
     original = (folder / "task.jsonl").read_text()

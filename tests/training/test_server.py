@@ -100,6 +100,7 @@ def test_what_the_server_has_at_the_end_is_the_policy_that_is_saved(folder, serv
     chex.assert_trees_all_equal(saved, dict(server.models[server.name].params))
 
 
+@pytest.mark.slow
 def test_the_policy_of_a_run_is_exported_without_a_server(folder, server, tmp_path, monkeypatch):
     run(folder, server, tmp_path, steps=1)
     monkeypatch.setattr("twinkle_jax.training.engine.ServedSampler", None)
@@ -284,6 +285,7 @@ def test_a_run_that_ends_does_not_wait_for_the_server(folder, server, tmp_path, 
 # What cannot be sampled is refused.
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_in_its_first_evaluation_leaves_its_directory_free(
     folder, server, tmp_path
 ):
@@ -296,6 +298,7 @@ def test_a_run_that_fails_in_its_first_evaluation_leaves_its_directory_free(
     assert len(run(folder, server, tmp_path, **held_out)) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_keeps_its_weights_ends_the_run(folder, server, tmp_path):
     def stop_loading(handler):
         server.loads = loads(server) < 2
@@ -471,6 +474,7 @@ def test_the_key_of_the_server_is_sent_and_not_saved(folder, server, tmp_path, m
     assert "sesame" not in (tmp_path / "run" / "config.json").read_text()
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_checkpoint_is_served_by_name(folder, server, tmp_path):
     shutil.copytree(folder / "model", tmp_path / "copy")
     changes = {"model": str(tmp_path / "copy"), "steps": 1}
@@ -556,6 +560,7 @@ def test_two_processes_replay_as_one_does(mixture, odd_server, tmp_path, variant
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_report_experts_is_told_how(mixture, odd_server, tmp_path):
     odd_server.experts = False
     with pytest.raises(ServerError, match="--enable-return-routed-experts"):

@@ -110,6 +110,7 @@ def test_sampler_and_trainer_agree():
     assert metrics["sampling/logp_diff/max"] < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compare_all", [False, True])
 def test_a_temperature_is_that_of_the_sampler_in_all_passes(compare_all):
     cool = recipe(rollout=dataclasses.replace(ROLLOUT, temperature=0.7))

@@ -43,6 +43,7 @@ def tokens(responses):
     return [sequence.tokens for response in responses for sequence in response.sequences]
 
 
+@pytest.mark.slow
 def test_without_a_server_it_samples_here(checkpoint, sampler):
     expected = JaxSampler(model_id=checkpoint).sample(PROMPTS, GREEDY)
     assert tokens(sampler.sample(PROMPTS, GREEDY)) == tokens(expected)

@@ -309,6 +309,7 @@ def test_what_cannot_be_replayed_is_named(mixture, model):
         model.forward_only(inputs=INPUTS, **replay)
 
 
+@pytest.mark.slow
 def test_outputs_of_a_training_pass(model):
     outputs = model.forward_backward(inputs=INPUTS, micro_batch_size=2, **SIDE)
     assert set(outputs) == {"loss", "logps"}

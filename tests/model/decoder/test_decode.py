@@ -139,6 +139,7 @@ def test_forked_rows_go_on_by_themselves(name):
     np.testing.assert_array_equal(forked.length, [2, 7, 7, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each(["qwen3_5_text", "qwen3"]))
 def test_rows_that_do_not_go_on_stay_as_they_are(name):
     """The first family has layers of both kinds."""

@@ -151,6 +151,7 @@ def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
     assert np.mean(np.abs(every - trained)) <= 0.001
 
 
+@pytest.mark.slow
 def test_a_rounding_is_kept_between_float32_and_float32():
     x = jax.random.normal(jax.random.key(0), (64, 32))
     expected = np.asarray(x.astype(jnp.bfloat16), np.float32)

@@ -56,7 +56,7 @@ def random_routing(config, shape, seed=0):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES, mark=pytest.mark.slow))
 def test_equals_the_float64_reference(name, side):
     config, params = model_of(name)
     tokens, mask = batch(ROWS, 9, side)

@@ -108,6 +108,7 @@ def test_each_device_attends_in_its_rows_and_heads(shape, name):
     assert relative(gradient_there, gradient) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [4, 3])
 def test_prompts_are_read_on_a_mesh(count):
     """With XLA's attention where the mesh does not divide them, which is not refused."""
@@ -174,6 +175,7 @@ def test_an_entry_is_written_and_nothing_else(case, how):
     np.testing.assert_array_equal(written, written_by_hand(stack, new, 1, length, axis))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_rows_write_into_lines_of_their_own(case):
     width, slots, axis, dtype, length = CASES[case]

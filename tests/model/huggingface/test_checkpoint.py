@@ -479,6 +479,7 @@ with replace_directory(Path(sys.argv[1])) as fresh:
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_save_left_is_removed_by_the_next(decoder, export):
     root = pathlib.Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", KILLED, str(export)], cwd=root, check=False)

@@ -257,6 +257,7 @@ def test_an_id_is_downloaded_once_and_then_found(hub, tmp_path):
     assert not asked
 
 
+@pytest.mark.slow
 def test_an_id_that_the_hub_does_not_know(hub, tmp_path):
     done = hub_server.run(SCRIPT, "someone/else", hub[1], tmp_path / "home")
     assert done.returncode == 1

@@ -161,6 +161,7 @@ HEADERS = b"HTTP/1.1 200 OK\r\n\r\n"
 DRIPS = [(b"", b""), (HEADERS, b" "), (b"", b"HTTP/1.1 100 Continue\r\n\r\n")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), DRIPS)
 @pytest.mark.parametrize("path", [MODELS, COMPLETIONS])
 def test_no_call_takes_longer_than_it_may(checkpoint, server, first, then, path):
