@@ -316,6 +316,7 @@ def begun(folder):
     return folder / "begun"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -188,6 +188,7 @@ def test_a_run_that_is_cut_off_draws_the_lost_prompts_again(folder, server, tmp_
     assert sorted(drawn(server)) == sorted(whole[2:])  # two prompts a step
 
 
+@pytest.mark.slow
 def test_the_server_samples_while_the_update_runs(folder, server, tmp_path, monkeypatch):
     """Neither can end before the other has begun."""
     updating, sampling = threading.Event(), threading.Event()

@@ -77,6 +77,7 @@ def values_and_gradients(mix, experts, *arrays):
 IN_BLOCKS = partial(mixed, ff._in_blocks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 @jax.numpy_dtype_promotion("standard")  # the kernel mixes types in its gradient
 def test_gradients_are_those_of_all_experts(add_up):
@@ -202,6 +203,7 @@ def test_experts_with_biases_and_a_bound(add_up, tokens):
         assert_close(here, there, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add_up", [ff._in_blocks, ff._in_groups])
 def test_biases_of_other_devices_experts_are_left_to_them(add_up):
     parts = [

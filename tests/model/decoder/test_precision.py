@@ -164,6 +164,7 @@ def test_a_rounding_is_kept_between_float32_and_float32():
     np.testing.assert_array_equal(gradient, 1)
 
 
+@pytest.mark.slow
 def test_products_and_their_derivatives_are_those_of_bfloat16():
     x, y = (jax.random.normal(jax.random.key(i), (8, 8), jnp.bfloat16) for i in (1, 2))
 

@@ -307,6 +307,7 @@ _TOWERS = {
 _AUDIO = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "output_proj_dims": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
 @pytest.mark.parametrize("name", _TOWERS)
 def test_peft_opens_that_of_a_model_with_towers(name, tmp_path):

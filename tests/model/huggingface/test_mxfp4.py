@@ -222,6 +222,7 @@ def test_other_quantisations_are_refused():
         parse_config(family("qwen3", quantization_config={"quant_method": "mxfp4"}))
 
 
+@pytest.mark.slow
 def test_the_host_holds_less_than_the_experts_of_one_layer(tmp_path, monkeypatch):
     """Apart from the result: arrays of NumPy, with which tensors are read."""
     monkeypatch.setattr(checkpoint_module, "ON_THE_HOST", 0)  # of small leaves it holds all

@@ -58,6 +58,7 @@ def test_weights_that_were_not_loaded_are_found_out(sampler, server, checkpoint)
     sampler.sample("12", ASK)
 
 
+@pytest.mark.slow
 def test_weights_are_proved_whichever_log_probabilities_there_are(sampler, server, checkpoint):
     actor = TransformersModel(model_id=checkpoint)
     for mode in ("raw_logprobs", "processed_logprobs"):
