@@ -181,6 +181,23 @@ def test_labels_are_refused_where_the_template_rewrites_earlier_turns():
     template.encode(_turns("Why?", "<think>5</think>5", "And?"), add_generation_prompt=True)
 
 
+def test_a_last_answer_with_an_end_of_its_own_is_encoded_alone():
+    """As GPT-OSS has it, whose last answer ends with a token of its own."""
+    source = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+        "{% if loop.last and m.role == 'assistant' %}<|pad|>{% else %}<|end|>{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    template = Template(small_tokenizer(chat_template=source))
+    prompt = template.encode(_turns("1", "2", "3"), add_generation_prompt=True)
+    shown = "<|user|>1<|end|><|assistant|>2<|end|><|user|>3<|end|><|assistant|>"
+    assert _shown(template, prompt) == shown
+    one = template.encode(_turns("1", "2"))
+    assert _shown(template, one) == "<|user|>1<|end|><|assistant|>2<|pad|>"
+    with pytest.raises(ValueError, match=r"messages\[1\]"):
+        template.encode(_turns("1", "2", "3", "4"))
+
+
 @pytest.mark.parametrize("tokenizer", [chatml_tokenizer, llama_tokenizer, small_tokenizer])
 def test_sampled_tokens_are_kept_over_turns(tokenizer):
     template = Template(tokenizer())

@@ -46,7 +46,7 @@ ALL = (
 
 
 def each(cases, default=1, mark=pytest.mark.exhaustive):
-    """Run the first cases by default; the others have a mark."""
+    """Run the first cases by default; the others get the mark."""
     others = (pytest.param(case, marks=mark) for case in cases[default:])
     return [*cases[:default], *others]
 

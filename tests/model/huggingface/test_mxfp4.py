@@ -190,8 +190,8 @@ NAN = np.where(np.arange(64)[:, None] == 40, 255, SCALES).astype(np.uint8)
         ({"_blocks": BLOCKS.view(np.int8)}, "_blocks must have the type U8, got I8"),
         ({"_blocks": BLOCKS[:5], "_scales": SCALES[:5]}, r" must have the shape \(6, 64, 64\)"),
         ({"_scales": NAN}, " must be finite"),
-        ({"_scales": None}, "_blocks|got none named model.layers.1.mlp.experts.gate_up_proj"),
-        ({"_blocks": None}, "_scales|got none named model.layers.1.mlp.experts.gate_up_proj"),
+        ({"_scales": None}, "got none named model.layers.1.mlp.experts.gate_up_proj"),
+        ({"_blocks": None}, "got none named model.layers.1.mlp.experts.gate_up_proj"),
         ({"": np.zeros((6, 64, 64), np.float32)}, " must be stored once"),
     ],
 )

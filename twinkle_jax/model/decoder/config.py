@@ -217,8 +217,8 @@ class ExpertsConfig:
         shared_width: width of the expert that all tokens go through; None if there is none.
         beside_dense: whether a dense layer is added to them. Both then have norms of their own, the
             router reads the residual stream, and weights have a factor for each expert.
-        swiglu_limit: bound of gate and up in experts as GPT-OSS has them, with biases, which the
-            router has too, and with gate and up in turns; None for other experts.
+        swiglu_limit: bound of gate and up in the experts of GPT-OSS. These and their router have
+            biases, and gate and up alternate in the outputs. None for other experts.
     """
 
     number: int

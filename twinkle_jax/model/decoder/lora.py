@@ -115,7 +115,7 @@ def adapted_kernels(
     kernels = {
         path[:-1]: p.shape
         for path, p in parameter_table(config).items()
-        # As PEFT, to which experts and the head are no projections, nor a router, but Gemma 4's.
+        # As in PEFT: no experts, no head, and no router except Gemma 4's.
         if path[-1] == "kernel" and path[-2] not in ("conv1d", "gate", "lm_head", "router")
         if EXPERTS not in path
     }
