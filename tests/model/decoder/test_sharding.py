@@ -144,7 +144,7 @@ def test_eight_ways_sharded_each_device_holds_an_eighth():
     assert many.alias_size_in_bytes > 0.99 * many.output_size_in_bytes - 64
 
 
-@pytest.mark.parametrize("name", each(NAMES))
+@pytest.mark.parametrize("name", NAMES)
 def test_every_matrix_has_a_rule(name):
     """Only vectors that are small fall through to the last line of the table."""
     rule = partition_rules(make_mesh(data=2, fsdp=2, tensor=2))
@@ -155,6 +155,14 @@ def test_every_matrix_has_a_rule(name):
             assert any(axis is not None for axis in spec), path
         assert not stacked or not spec or spec[0] is None
     assert RULES[-1] == ("", PartitionSpec())
+
+
+def test_sinks_are_spread_with_their_heads_and_biases_with_their_experts():
+    rule = partition_rules(make_mesh(fsdp=4, tensor=2))
+    assert tuple(rule("layers/0/self_attn/sinks", (3, 4))) == (None, "tensor")
+    for name in ("gate_up_proj", "down_proj"):
+        spec = rule(f"layers/0/mlp/experts/{name}/bias", (3, 6, 24))
+        assert tuple(spec) == (None, "tensor", None)
 
 
 def test_axes_that_do_not_divide_are_left_out():
