@@ -487,6 +487,7 @@ def put_groups():
     tokens = batch([[i] * n for i, n in ((1, 33), (2, 8), (3, 16))], 40, "right")
     _, prompts = fill(params_of("qwen3"), config, *tokens, max_length=40)
     sizes = {"rows": 6, "size": 16, "pages": 8, "prompt_pages": PROMPT_PAGES, "members": 3}
+    sizes["max_length"] = 64
     source, slots = jnp.array([0, 0, 1, 2, 2]), jnp.array([4, 1, 0, 2, 6])
     cache = put(empty_pages(prompts, config, **sizes), prompts, source, slots, source + 7, config)
     return prompts, cache, config
@@ -607,7 +608,7 @@ def test_of_a_prompt_sliding_layers_get_the_pages_of_the_window():
     """The next token of 47 sees token 31, which page 16 ends with; that of 48 does not."""
     config, tokens = gemma(17, *"sfs"), batch([[1] * n for n in (47, 48, 3)], 48, "right")
     _, rows = fill(params_of("gemma3_text"), config, *tokens, max_length=48)
-    empty = empty_pages(rows, config, rows=3, size=16, pages=9, window_pages=6)
+    empty = empty_pages(rows, config, rows=3, size=16, pages=9, window_pages=6, max_length=64)
     cache = put(empty, rows, jnp.arange(3), jnp.array([2, 0, 1]), jnp.arange(3), config)
 
     def held(pages):

@@ -389,7 +389,6 @@ REFUSED = [
     ({"model": None, "task": "arithmetic"}, "model"),
     ({"server.url": None, "server.timeout": 5.0}, "server.timeout"),
     ({"server.url": None, "server.overlap": True}, "server.overlap"),
-    ({"server.url": None, "update.replay_routing": "sampler"}, "update.replay_routing"),
     ({"server.timeout": 0.0}, "server.timeout"),
 ]
 

@@ -513,6 +513,7 @@ def test_a_correction_weighs_what_is_learnt():
 
 @pytest.mark.slow
 def test_updates_replay_the_experts_that_were_chosen_before_the_first():
+    """By the trainer, or by the sampler in this process: the same ones."""
     config = config_of("qwen3_moe")
     config = dataclasses.replace(config, vocab_size=POLICY.config.vocab_size)
     policy = POLICY._replace(config=config, params=init_params(jax.random.key(0), config))
@@ -539,6 +540,14 @@ def test_updates_replay_the_experts_that_were_chosen_before_the_first():
 
     difference, changed = distance(replayed, expected), distance(live, expected)
     assert difference < 1e-4 < 1e-2 < changed
+    update = made(replay_routing="sampler")
+    drawn = collect(update, policy.params, lambda: PROMPTS, jax.random.key(0))[0]
+    is_read = np.asarray(drawn.batch.labels) != -100  # and prompts, whose labels are masked
+    is_read |= np.cumsum(is_read, axis=1) == 0
+    np.testing.assert_array_equal(
+        np.asarray(drawn.batch.routing)[is_read], np.asarray(recorded)[is_read]
+    )
+    assert distance(trained(update, drawn)[0], expected) < 1e-4
 
 
 def test_a_mismatch_may_only_warn():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.model.families import config_of, hidden, params_of
+from tests.sampler.vllm.fake_server import write_checkpoint
 from tests.twinkle.rows import INPUTS, OLD, ROWS, assert_same, gradient, teacher_of
 from twinkle_jax.data import SamplingParams, small_tokenizer
 from twinkle_jax.loss import GKDLoss
@@ -53,7 +54,6 @@ def test_without_a_server_it_samples_here(checkpoint, sampler):
     for engine, error in (
         ({"logprobs_mode": "raw_logits"}, ValueError),
         ({"seed": 1}, TypeError),
-        ({"enable_return_routed_experts": True}, ValueError),
     ):
         with pytest.raises(error, match=next(iter(engine))):
             vLLMSampler(model_id=checkpoint, engine_args=engine)
@@ -61,6 +61,17 @@ def test_without_a_server_it_samples_here(checkpoint, sampler):
     assert tokens(raw.sample(PROMPTS, GREEDY)) == tokens(expected)
     with pytest.raises(ValueError, match="temperature"):
         raw.sample(PROMPTS, SamplingParams(temperature=0.5))
+
+
+@pytest.mark.slow
+def test_experts_are_returned_as_vllm_does(checkpoint, tmp_path):
+    engine = {"enable_return_routed_experts": True}
+    with pytest.raises(ValueError, match="return_routed_experts"):
+        vLLMSampler(model_id=checkpoint, engine_args=engine)
+    place = write_checkpoint(tmp_path / "mixture", name="qwen3_moe")
+    drawn = vLLMSampler(model_id=place, engine_args=engine).sample(PROMPTS, GREEDY).inputs
+    for feature in drawn:
+        assert np.shape(feature["routed_experts"]) == (len(feature["input_ids"]), 2, 2)
 
 
 def test_a_template_reads_the_tokenizer_of_the_checkpoint(checkpoint, tmp_path):

@@ -146,6 +146,7 @@ class LocalEngine:
         compute_dtype: type of activations; None for that of the parameters.
         mesh: of the parameters; None for one device.
         stop_tokens: tokens that end a completion; None for those of the template's tokenizer.
+        keep_routing: whether completions have the experts of their tokens.
     """
 
     config: DecoderConfig
@@ -154,6 +155,7 @@ class LocalEngine:
     compute_dtype: DTypeLike | None = None
     mesh: Mesh | None = None
     stop_tokens: Sequence[int] | None = None
+    keep_routing: bool = False
 
     @property
     def row_shards(self) -> int:
@@ -204,6 +206,7 @@ class LocalEngine:
             compute_dtype=self.compute_dtype,
             mesh=self.mesh,
             slots=_slots(settings, len(tokens) * settings.num_samples),
+            keep_routing=self.keep_routing,
         )
         return PromptCompletions(tokens, mask, completions)
 
@@ -235,6 +238,7 @@ class LocalEngine:
             frozen=self.frozen,
             compute_dtype=self.compute_dtype,
             mesh=self.mesh,
+            keep_routing=self.keep_routing,
         )
 
 
@@ -276,6 +280,7 @@ class _RereadingEngine:
             compute_dtype=engine.compute_dtype,
             mesh=engine.mesh,
             slots=_slots(self.settings, count),
+            keep_routing=engine.keep_routing,
         )
 
         on_host = jax.device_get(jax.tree.map(hosts.read_if_spread, completions))

@@ -169,7 +169,7 @@ def training_batch(
     routing = completions.routing  # its columns are those of the batch
     if routing is not None:
         completions = completions._replace(routing=None)
-        routing = _with_width(routing, width)
+        routing = _with_width(routing, width=width)
     batch: Batch = _lay_out(
         prompts, prompt_mask, completions, width=width, mask_truncated=mask_truncated
     )
@@ -177,12 +177,13 @@ def training_batch(
     return batch if advantages is None else with_advantages(batch, advantages)
 
 
+@partial(jax.jit, static_argnames="width")
 def _with_width(
-    routing: Int[Array | np.ndarray, "rows time layers chosen"], width: int
+    routing: Int[Array, "rows time layers chosen"], width: int
 ) -> Int[Array, "rows width layers chosen"]:
     """Cut or pad the experts of tokens; any number serves behind a row."""
     missing = max(width - routing.shape[1], 0)
-    return jnp.pad(jnp.asarray(routing[:, :width]), ((0, 0), (0, missing), (0, 0), (0, 0)))
+    return jnp.pad(routing[:, :width], ((0, 0), (0, missing), (0, 0), (0, 0)))
 
 
 @partial(jax.jit, static_argnames=("width", "mask_truncated"))

@@ -74,9 +74,11 @@ class Conversations:
         frozen: parameters that `params` are merged into.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         mesh: devices of the parameters.
+        keep_routing: whether to return the experts that each token of a row went through.
 
     Raises:
-        ValueError: if a number is too small.
+        ValueError: if a number is too small, or `keep_routing` is set for a decoder without
+            experts.
 
     Example:
         >>> import jax
@@ -110,18 +112,20 @@ class Conversations:
         frozen: Params | None = None,
         compute_dtype: DTypeLike | None = None,
         mesh: Mesh | None = None,
+        keep_routing: bool = False,
     ) -> None:
         sizes.check_count("rows", rows)
         sizes.check_count("max_length", max_length, 2)
         sizes.check_count("max_new_tokens", max_new_tokens)
         self._slots = _slots_of_a_device(rows, mesh)
         self._full = max_length - 1  # the last token of a row is drawn, and not read
-        self._setup = _setup(config, max_new_tokens, compute_dtype, mesh).in_pages(self._full)
+        setup = _setup(config, max_new_tokens, compute_dtype, mesh, keep_routing)
+        self._setup = setup.in_pages(self._full)
         self._sampling = traced_sampling(sampling)
         self._weights = _lay_out(merge_params(frozen, params), self._setup.compute_dtype, mesh)
         self._held: list[list[int]] = [[] for _ in range(rows)]
         count, self._capacity = self._slots * row_shards(mesh), self._capacity_for({})
-        self._cache = _empty(self._weights, self._setup, count, self._capacity)
+        self._cache = _empty(self._weights, self._setup, count, self._capacity, self._full)
         self.tokens_read = 0
         """Tokens read so far, except those that were drawn."""
 
@@ -352,6 +356,7 @@ def conversations_memory(
     frozen: Any = None,
     compute_dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
+    keep_routing: bool = False,
 ) -> int:
     """Return the peak bytes per device that `Conversations` needs, when all its rows are full.
 
@@ -365,12 +370,17 @@ def conversations_memory(
         frozen: parameters that `params` are merged into, or their shapes.
         compute_dtype: type of activations.
         mesh: devices of the parameters.
+        keep_routing: whether the experts of each token are returned.
 
     Returns:
         The bytes of [`generate_memory`][twinkle_jax.sampler.generate_memory] for rows of this
         length, plus the cache once more: rows that are drawn have a copy in their slots.
     """
-    options: dict[str, Any] = {"compute_dtype": compute_dtype, "mesh": mesh}
+    options: dict[str, Any] = {
+        "compute_dtype": compute_dtype,
+        "mesh": mesh,
+        "keep_routing": keep_routing,
+    }
     drawing = generate_memory(
         params,
         config,
@@ -385,12 +395,18 @@ def conversations_memory(
     setup = _setup(config, max_new_tokens, **options).in_pages(max_length - 1)
     slots = _slots_of_a_device(rows, mesh)
     capacity = max_length if setup.page is None else setup.most_pages(slots, max_length - 1)
-    lowered = _empty.lower(merge_params(frozen, params), setup, slots * setup.shards, capacity)
+    lowered = _empty.lower(
+        merge_params(frozen, params), setup, slots * setup.shards, capacity, max_length - 1
+    )
     return drawing + device_bytes(compile_shapes(lowered)[0])
 
 
 def _setup(
-    config: DecoderConfig, new: int, compute_dtype: DTypeLike | None, mesh: Mesh | None
+    config: DecoderConfig,
+    new: int,
+    compute_dtype: DTypeLike | None,
+    mesh: Mesh | None,
+    keep_routing: bool,
 ) -> Setup:
     return Setup(
         config=config,
@@ -401,6 +417,7 @@ def _setup(
         attention=None,
         mesh=mesh,
         keeps_ended=True,
+        keep_routing=keep_routing,
     )
 
 
@@ -456,7 +473,8 @@ def start(
     no_rows = jnp.zeros_like(limits)
     # An empty queue: every chosen row has a slot.
     queue = device.Queue(no_rows, keys, no_rows, no_rows, taken=jnp.zeros(setup.shards, jnp.int32))
-    state = spread(State(rows, queue, device.no_completions(count, setup.new)), setup.mesh)
+    none = device.no_completions(count, seen.shape[1] - 1, setup)
+    state = spread(State(rows, queue, none), setup.mesh)
     return device.resize(state, setup=setup, slots=slots, capacity=capacity)
 
 
@@ -483,7 +501,8 @@ def take(
             begun = (starts > 0).reshape(1, -1, *(1,) * (x.ndim - 2))
             return jnp.where(begun, x, jnp.zeros_like(x))
 
-        return Cache(jax.tree_util.tree_map_with_path(reset, taken.layers), starts)
+        layers = jax.tree_util.tree_map_with_path(reset, taken.layers)
+        return taken._replace(layers=layers, length=starts)
 
     taken: Cache = spread(on_devices(copied, setup.mesh)(cache, rows, starts), setup.mesh)
     return taken
@@ -559,9 +578,9 @@ def pages_with(cache: Cache, slots: Slots, *, setup: Setup) -> Int[Array, ""]:
     return jnp.max(on_devices(count, setup.mesh)(cache, slots))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def _empty(weights: Params, setup: Setup, rows: int, capacity: int) -> Cache:
-    """Make the cache of all rows; the capacity is of a row, or pages of a device."""
+@partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _empty(weights: Params, setup: Setup, rows: int, capacity: int, full: int) -> Cache:
+    """Make the cache of rows of `full` tokens; the capacity is of a row, or pages of a device."""
 
     def shapes() -> Cache:
         return prefill(
@@ -571,12 +590,13 @@ def _empty(weights: Params, setup: Setup, rows: int, capacity: int) -> Cache:
             max_length=capacity if setup.page is None else 1,
             compute_dtype=setup.compute_dtype,
             attention="xla",
+            keep_routing=setup.keep_routing,
         )[1]
 
     def in_pages(cache: Cache) -> Cache:
         assert setup.page is not None
         sizes = {"rows": len(cache.length), "size": setup.page, "pages": capacity}
-        return empty_pages(cache, setup.config, **sizes)
+        return empty_pages(cache, setup.config, **sizes, max_length=full)
 
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(shapes))
     cache = device.for_many_steps(cache, setup.mesh)

@@ -46,6 +46,7 @@ def generate(
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
+    keep_routing: bool = False,
 ) -> Completions:
     r"""Draw completions of prompts from a policy, with the log-probability of every token.
 
@@ -84,6 +85,7 @@ def generate(
         mesh: of the parameters, which are laid out for decoding once: in the compute type, gathered
             along fsdp and split along tensor. Rows are spread over data and fsdp, and each device
             reads the prompts of its rows.
+        keep_routing: whether to return the experts that each token went through; static.
 
     Returns:
         The completions, on the device. An empty prompt or one with ids outside the vocabulary gets
@@ -95,7 +97,8 @@ def generate(
     Raises:
         ValueError: if shapes do not fit, a prompt known on the host has no tokens or ids outside
             the vocabulary, a number known on the host is out of its range, or `slots` is not a
-            multiple of the devices that rows are spread over, or given inside `jax.jit`.
+            multiple of the devices that rows are spread over, or given inside `jax.jit`; or if
+            `keep_routing` is set for a decoder without experts.
         TypeError: if something has the wrong type.
 
     Example:
@@ -129,6 +132,7 @@ def generate(
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
         mesh=mesh,
+        keep_routing=keep_routing,
     )
     arrays = traced_sampling(sampling)
     inputs = (merge_params(frozen, params), prompts, mask, keys, limits, arrays)
@@ -262,6 +266,7 @@ def generate_memory(
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
+    keep_routing: bool = False,
 ) -> int:
     """Compute the peak memory of `generate` on a device; compiles its programs, runs nothing.
 
@@ -278,6 +283,7 @@ def generate_memory(
         compute_dtype: type of activations.
         attention: of the prefill.
         mesh: of the parameters.
+        keep_routing: whether the experts of each token are returned.
 
     Returns:
         Bytes in addition to `params` and `frozen`: the parameters laid out for decoding, the cache
@@ -293,6 +299,7 @@ def generate_memory(
         compute_dtype=None if compute_dtype is None else jnp.dtype(compute_dtype),
         attention=attention,
         mesh=mesh,
+        keep_routing=keep_routing,
     )
     full, padded = prompt_tokens - 1 + max_new_tokens, rows + -rows % shards
     setup = setup.in_pages(full)

@@ -43,7 +43,9 @@ from twinkle_jax.sampler.requests import (
     Actor,
     Call,
     DrawnSequence,
+    End,
     Prompt,
+    check_has_experts,
     describe_broken,
     longest_row,
     make_responses,
@@ -78,10 +80,12 @@ class JaxSampler:
         dtype: compute type, with `model_id`; a model has its own.
         mesh: devices to run on, with `model_id`; likewise.
         seed: seed of all calls.
+        return_routed_experts: whether the `new_input_feature` of a sequence has `routed_experts`,
+            for a mixture of experts.
 
     Raises:
-        ValueError: if not exactly one of `model` and `model_id` is given, or a number is out of
-            range.
+        ValueError: if not exactly one of `model` and `model_id` is given, a number is out of range,
+            or `return_routed_experts` is set for a model without experts.
         TypeError: if something has the wrong type.
     """
 
@@ -95,6 +99,7 @@ class JaxSampler:
         dtype: DTypeLike = "float32",
         mesh: Mesh | None = None,
         seed: int = 0,
+        return_routed_experts: bool = False,
     ) -> None:
         if (model is None) == (model_id is None):
             raise ValueError(
@@ -124,6 +129,9 @@ class JaxSampler:
         self.template = template or template_of(source)
         self.max_length = longest_row(max_length, self.config)
         self.seed, self.calls = seed, 0
+        self.return_routed_experts = return_routed_experts
+        if return_routed_experts:
+            check_has_experts("return_routed_experts", self.config)
 
     def sample(
         self,
@@ -195,9 +203,10 @@ class JaxSampler:
             max_tokens=limits,
             compute_dtype=self.dtype,
             mesh=self.mesh,
+            keep_routing=self.return_routed_experts,
         )
-        rows = len(call.features) * call.num_samples
-        responses = make_responses(call, _read_arrays(drawn, rows, logprobs_kind))
+        prompt_lengths = mask.sum(axis=1)[: len(call.features)].repeat(call.num_samples)
+        responses = make_responses(call, _read_arrays(drawn, prompt_lengths, logprobs_kind))
         self._score_prompts(responses, tokens, mask, params.prompt_logprobs)
         return responses
 
@@ -257,7 +266,7 @@ class JaxSampler:
             count = len(tokens)
             keys = jax.random.fold_in(key, count)[None]
             drawn = rows.go_on({0: [*prompt, *tokens]}, keys, {0: min(block, limit - count)})
-            (row,) = _read_arrays(drawn, 1, None)
+            (row,) = _read_arrays(drawn, np.array([len(prompt) + count]), None)
             tokens += row.tokens
             sequence = make_responses(call, [row._replace(tokens=tokens)])[0].sequences[0]
             assert sequence.decoded is not None
@@ -427,9 +436,10 @@ def _pad_prompts(
 
 
 def _read_arrays(
-    completions: Completions, rows: int, kind: LogprobsKind | None
+    completions: Completions, prompt_lengths: Int[np.ndarray, " rows"], kind: LogprobsKind | None
 ) -> list[DrawnSequence]:
-    """Convert the first `rows` completions to lists; the others are filler rows."""
+    """Convert the completions of so many prompts to lists; the others are filler rows."""
+    rows = len(prompt_lengths)
     stopped = np.asarray(completions.finish_reasons) == STOP
     lengths = np.asarray(completions.lengths)
     tokens = np.asarray(completions.tokens)
@@ -439,12 +449,17 @@ def _read_arrays(
     not_finite = np.isnan(logprobs[:rows]) & np.asarray(completions.mask[:rows])
     if not_finite.any():
         raise RuntimeError(describe_broken(int(not_finite.any(axis=1).sum()), rows))
+    routing = None if completions.routing is None else np.asarray(completions.routing)
     drawn = []
     for row in range(rows):
         row_tokens = tokens[row, : lengths[row]].tolist()
         scores = logprobs[row, : lengths[row]].tolist()
         pairs = [[pair] for pair in zip(row_tokens, scores, strict=True)]
-        drawn.append(DrawnSequence(row_tokens, pairs, "token" if stopped[row] else "length"))
+        experts = None
+        if routing is not None:
+            experts = routing[row, : prompt_lengths[row] + lengths[row] - 1]
+        end: End = "token" if stopped[row] else "length"
+        drawn.append(DrawnSequence(row_tokens, pairs, end, experts))
     return drawn
 
 

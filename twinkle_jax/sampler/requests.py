@@ -106,6 +106,14 @@ def template_of(source: Path | None) -> Template | None:
     return Template(template.tokenizer, max_length=None) if has_chat_template else template
 
 
+def check_has_experts(name: str, config: DecoderConfig) -> None:
+    """Refuse to return the experts of a model without any."""
+    if config.experts is None:
+        raise ValueError(
+            f"{name} must be False for a model without experts, got True for {config.model_type!r}"
+        )
+
+
 def longest_row(max_length: int | None, config: DecoderConfig) -> int:
     """Return the most tokens of a row, prompt included.
 

@@ -46,6 +46,7 @@ class Setup(NamedTuple):
         prompt_pages: full pages of the longest prompt, which the rows of a group share; 0 where
             each row has its own.
         keeps_ended: whether rows that have ended keep their pages, to be gone on with later.
+        keep_routing: whether to return the experts of each token.
     """
 
     config: DecoderConfig
@@ -59,6 +60,7 @@ class Setup(NamedTuple):
     window_pages: int | None = None
     prompt_pages: int = 0
     keeps_ended: bool = False
+    keep_routing: bool = False
 
     def in_pages(self, full: int) -> "Setup":
         """Choose pages for rows of at most `full` tokens; sliding layers then keep their window."""

@@ -55,7 +55,7 @@ class Completions(NamedTuple):
         finish_reasons: 1 (`STOP`) for a stop token, 2 (`LENGTH`) at the maximum number of tokens.
         lengths: tokens in each completion.
         routing: the experts of each token but the last, from the start of the prompt on, as
-            `hidden_states` takes them; None unless a server was asked for them.
+            `hidden_states` takes them; None unless asked for.
     """
 
     tokens: Int[Array, "rows new"]
@@ -192,14 +192,21 @@ def begin(
             _in_pages, setup=setup, slots=slots, capacity=capacity, prompt_pages=prompt_pages
         )
         first = first._replace(cache=on_devices(put, setup.mesh)(new))
-    state = State(first, queue, no_completions(rows, setup.new), read)
+    full = prompts.shape[1] - 1 + setup.new
+    state = State(first, queue, no_completions(rows, full, setup), read)
     return reusable(spread(state, setup.mesh))
 
 
-def no_completions(rows: int, new: int) -> Completions:
-    """Make completions without tokens."""
-    zeros, none = jnp.zeros((rows, new), jnp.float32), jnp.zeros(rows, jnp.int32)
-    return Completions(zeros.astype(jnp.int32), zeros.astype(bool), zeros, zeros, none, none)
+def no_completions(rows: int, full: int, setup: Setup) -> Completions:
+    """Make completions without tokens, of rows of at most `full` tokens."""
+    zeros, none = jnp.zeros((rows, setup.new), jnp.float32), jnp.zeros(rows, jnp.int32)
+    tokens, mask = zeros.astype(jnp.int32), zeros.astype(bool)
+    routing = None
+    if setup.keep_routing and setup.config.experts is not None:
+        experts = setup.config.experts
+        shape = rows, full, setup.config.layers, experts.chosen
+        routing = jnp.zeros(shape, experts.index_dtype)
+    return Completions(tokens, mask, zeros, zeros, none, none, routing)
 
 
 def undrawn(
@@ -381,8 +388,13 @@ def collect(state: State, setup: Setup) -> State:
             sampling_logprobs=rows.sampling_logprobs,
             finish_reasons=rows.reasons,
             lengths=rows.lengths,
+            routing=rows.cache.routing,  # as far as the cache has grown
         )
-        return jax.tree.map(lambda x, new: x.at[rows.row].set(new, mode="drop"), results, drawn)
+
+        def write(held: Array, new: Array) -> Array:
+            return held.at[(rows.row, *map(slice, new.shape[1:]))].set(new, mode="drop")
+
+        return jax.tree.map(write, results, drawn)
 
     return state._replace(results=on_devices(put, setup.mesh)(state.results, state.slots))
 
@@ -517,6 +529,7 @@ def _next_rows(
             compute_dtype=setup.compute_dtype,
             attention=setup.attention,
             mesh=setup.mesh,
+            keep_routing=setup.keep_routing,
         )
         return cache
 
@@ -563,6 +576,7 @@ def _in_pages(
         window_pages=setup.pages_of_sliding(slots, capacity),
         prompt_pages=prompt_pages,
         members=min(setup.num_samples, slots),
+        max_length=new.rows.prompts.shape[1] - 1 + setup.new,
     )
     return _begin_in_pages(empty, new, setup.config)
 

@@ -15,6 +15,7 @@ from twinkle_jax.sampler.requests import (
     Actor,
     Prompt,
     Stops,
+    check_has_experts,
     longest_row,
     make_responses,
     prompt_tokens,
@@ -96,11 +97,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         source = locate(model_id, argument="model_id")
         self.config = parse_config(read_json(source, CONFIG))
         routing = Routing.of(self.config)
-        if return_routed_experts and routing is None:
-            raise ValueError(
-                "return_routed_experts must be False for a model without experts, got True for "
-                f"{self.config.model_type!r}"
-            )
+        if return_routed_experts:
+            check_has_experts("return_routed_experts", self.config)
         self.template = template or template_of(source)
         self.max_length = longest_row(max_length, self.config)
         self.seed, self.calls = seed, 0

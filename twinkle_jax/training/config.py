@@ -88,9 +88,9 @@ class UpdateConfig:
             it. Takes one more scoring pass.
         correction_cap: the largest weight of `correction`.
         replay_routing: for mixtures of experts, through which experts updates send each token.
-            none: those that the router chooses in each update; sampler: those that the server chose
-            when it drew the token (it needs --enable-return-routed-experts); trainer: those that
-            the router chose before the first update of the step, in one more scoring pass.
+            none: those that the router chooses in each update; sampler: those that it chose when
+            the token was drawn (a server needs --enable-return-routed-experts); trainer: those that
+            it chooses before the first update of the step, in one more scoring pass.
         on_mismatch: what happens if the sampler's log-probabilities are not the trainer's: stop
             the run, or warn and continue.
         max_logp_diff: the largest mean difference between sampler and trainer, in nats a token;

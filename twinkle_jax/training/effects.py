@@ -83,11 +83,10 @@ _CONDITIONS = (
         "update.correction_cap",
     ),
     _Condition(
-        "a server.url, for sampler, or several updates a step, for trainer",
+        "several updates a step, for trainer",
         lambda config: (
-            config.server.url is not None
-            if config.update.replay_routing == "sampler"
-            else config.update.epochs * config.update.mini_batches > 1
+            config.update.replay_routing == "sampler"
+            or config.update.epochs * config.update.mini_batches > 1
         ),
         "update.replay_routing",
     ),

@@ -35,8 +35,16 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
             several processes, or `update.replay_routing` for a policy without experts.
     """
     server, routing = config.server, replayed_routing(config, policy.config)
+    replays_sampler = config.update.replay_routing == "sampler"
     if server.url is None:
-        return LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
+        return LocalEngine(
+            policy.config,
+            policy.template,
+            policy.frozen,
+            config.dtype,
+            mesh,
+            keep_routing=replays_sampler,
+        )
     if server.overlap and hosts.several():
         raise ValueError(
             "server.overlap must be false in a run of several processes, got true in one of "
@@ -61,7 +69,7 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
             tolerance=server.tolerance,
             timeout=server.timeout,
             loader=SharedClient(server.url, api_key=key) if hosts.several() else None,
-            routing=routing if config.update.replay_routing == "sampler" else None,
+            routing=routing if replays_sampler else None,
         )
 
     def actor(params: Params) -> PolicyActor:

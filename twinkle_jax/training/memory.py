@@ -80,10 +80,16 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         state: what is trained; arrays, or their shapes and shardings.
     """
     rollout = recipe.config.rollout
-    sampling = rollout.sampling(stop_tokens=())
     state, frozen = shapes_of(state), shapes_of(recipe.frozen)
     held = sum(map(device_bytes, (state, frozen, shapes_of(recipe.reference))))
     rows = rollout.prompts * rollout.num_samples
+    options: dict[str, Any] = {
+        "sampling": rollout.sampling(stop_tokens=()),
+        "frozen": frozen,
+        "compute_dtype": recipe.config.dtype,
+        "mesh": recipe.mesh,
+        "keep_routing": recipe.config.update.replay_routing == "sampler",
+    }
     if recipe.config.many_turns and (rollout.slots is None or rows <= rollout.slots):
         return held + conversations_memory(
             state.params,
@@ -91,10 +97,7 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
             rows,
             max_length=rollout.max_episode_tokens,
             max_new_tokens=rollout.max_new_tokens,
-            sampling=sampling,
-            frozen=frozen,
-            compute_dtype=recipe.config.dtype,
-            mesh=recipe.mesh,
+            **options,
         )
     longest = recipe.config.longest_row - rollout.max_new_tokens
     samples = 1 if recipe.config.many_turns else rollout.num_samples  # each episode is a prompt
@@ -105,11 +108,8 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         prompt_tokens=bucket_size(longest, smallest=8),
         num_samples=samples,
         max_new_tokens=rollout.max_new_tokens,
-        sampling=sampling,
         slots=rollout.slots,
-        frozen=frozen,
-        compute_dtype=recipe.config.dtype,
-        mesh=recipe.mesh,
+        **options,
     )
     return drawing + held
 

@@ -35,10 +35,9 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 
     Args:
         model_id: a directory with a Hugging Face checkpoint, or a hub id.
-        engine_args: vLLM's `max_model_len`, with a server `enable_return_routed_experts` and, in
-            this program, `dtype` and `logprobs_mode="raw_logprobs"`, which is correct at
-            temperature 1 only. Options for memory, caches and adapters change nothing; others are
-            refused.
+        engine_args: vLLM's `max_model_len` and `enable_return_routed_experts` and, in this program,
+            `dtype` and `logprobs_mode="raw_logprobs"`, which is correct at temperature 1 only.
+            Options for memory, caches and adapters change nothing; others are refused.
         device_mesh: mesh of the parameters, in this program; None for that of `initialize`.
         remote_group: unused, with a warning.
         base_url: `http://HOST:PORT` of a server.
@@ -63,8 +62,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         self._sampler: JaxSampler | ServedSampler
         self._raw: str | None = None  # set: log-probabilities are expected at temperature 1
         experts = bool(engine.pop("enable_return_routed_experts", False))
+        options["return_routed_experts"] = experts
         if base_url is not None:
-            options["return_routed_experts"] = experts
             if engine:
                 warn_once("engine_args are the server's, which is started with its own")
             self._sampler = ServedSampler(model_id=model_id, base_url=base_url, **options)
@@ -75,12 +74,6 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
                 raise ValueError(
                     f"logprobs_mode must be 'raw_logprobs' or left out, got {self._raw!r}: sample "
                     f"chooses the distribution by logprobs_kind; see {PAGE}"
-                )
-            if experts:
-                raise ValueError(
-                    "enable_return_routed_experts must go with base_url, got none: in this program "
-                    "forward_only(router_replay_action=RouterReplayAction.RECORD) gives the "
-                    f"experts; see {PAGE}"
                 )
             refuse("vLLMSampler", engine)
             warn_once("vLLMSampler without base_url samples in this program, without vLLM")

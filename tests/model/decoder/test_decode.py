@@ -327,7 +327,7 @@ def test_rows_in_pages_are_neither_selected_nor_extended():
     """Their lines are pages: rows of them would be parts of other rows."""
     config, params = config_of("qwen3"), params_of("qwen3")
     _, rows = fill(params, config, *batch(PROMPTS, 6, "right"), max_length=11)
-    cache = empty_pages(rows, config, rows=4, size=16, pages=8)
+    cache = empty_pages(rows, config, rows=4, size=16, pages=8, max_length=64)
     with pytest.raises(ValueError, match=r"cache must hold whole rows, got pages"):
         take_rows(cache, jnp.array([0, 1]))
     with pytest.raises(ValueError, match=r"cache must hold whole rows, got pages"):

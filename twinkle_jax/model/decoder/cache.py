@@ -104,6 +104,8 @@ class Cache(NamedTuple):
             to it. None: all layers have the same pages.
         prompt_pages: the pages of prompts that groups of rows share, except in sliding layers with
             pages of their own. None: each row has all its tokens in pages of its own.
+        routing: the experts of each token, by its position; rows are whole, in pages too. None:
+            they are not kept.
     """
 
     layers: Layers | tuple[Layers, ...]
@@ -111,12 +113,19 @@ class Cache(NamedTuple):
     pages: Pages | None = None
     window_pages: Pages | None = None
     prompt_pages: PromptPages | None = None
+    routing: Int[Array, "batch slots layers chosen"] | None = None
 
 
 CacheOrParams = TypeVar("CacheOrParams", Cache, Mapping[str, Any])
 
 
-def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_length: int) -> Cache:
+def make_cache(
+    layers: dict[str, Any],
+    length: Int[Array, " batch"],
+    routing: Int[Array, "batch time layers chosen"] | None,
+    *,
+    max_length: int,
+) -> Cache:
     """Make a cache of whole rows from keys and values [layers, batch, time, groups, width]."""
     laid_out: Layers = {}
     for member, state in layers.items():
@@ -125,7 +134,7 @@ def make_cache(layers: dict[str, Any], length: Int[Array, " batch"], *, max_leng
             continue
         keys, values = state
         laid_out[member] = KeyValues(keys.transpose(0, 1, 3, 4, 2), values.swapaxes(2, 3))
-    return with_room(Cache(laid_out, length), max_length)
+    return with_room(Cache(laid_out, length, routing=routing), max_length)
 
 
 def with_room(cache: Cache, max_length: int) -> Cache:
@@ -143,7 +152,8 @@ def with_room(cache: Cache, max_length: int) -> Cache:
             return KeyValues(grow(state.keys, 4), grow(state.values, 3))
         return state
 
-    return cache._replace(layers=map_states(state, cache.layers))
+    routing = None if cache.routing is None else grow(cache.routing, 1)
+    return cache._replace(layers=map_states(state, cache.layers), routing=routing)
 
 
 def map_states(
@@ -233,7 +243,7 @@ def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:
     if cache.pages is not None:
         raise ValueError("cache must hold whole rows, got pages")
     layers = jax.tree.map(lambda x: jnp.take(x, rows, axis=1), cache.layers)
-    return Cache(layers, jnp.take(cache.length, rows, axis=0))
+    return Cache(layers, jnp.take(cache.length, rows, axis=0), routing=take_routing(cache, rows))
 
 
 def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
@@ -247,7 +257,35 @@ def put_rows(cache: Cache, new: Cache, slots: Int[Array, " new"]) -> Cache:
         return held.at[(slice(None), slots, *extents)].set(new.astype(held.dtype), mode="drop")
 
     layers = jax.tree.map(write, cache.layers, new.layers)
-    return Cache(layers, cache.length.at[slots].set(new.length, mode="drop"))
+    length = cache.length.at[slots].set(new.length, mode="drop")
+    return Cache(layers, length, routing=put_routing(cache, new.routing, slots))
+
+
+def take_routing(cache: Cache, rows: Int[Array, " rows"]) -> Array | None:
+    """Select the experts of rows; those of rows out of range are of no meaning."""
+    return None if cache.routing is None else jnp.take(cache.routing, rows, axis=0, mode="clip")
+
+
+def put_routing(cache: Cache, new: Array | None, slots: Int[Array, " new"]) -> Array | None:
+    """Write the experts of rows over those of the rows in `slots`, as far as there is room."""
+    if cache.routing is None or new is None:
+        return cache.routing
+    new = new[:, : cache.routing.shape[1]]
+    return cache.routing.at[slots, : new.shape[1]].set(new, mode="drop")
+
+
+def write_routing(
+    cache: Cache,
+    new: Int[Array, "batch time layers chosen"],
+    length: Int[Array, " batch"],
+) -> Cache:
+    """Write the experts of `length` tokens in each row that the cache does not hold yet."""
+    if cache.routing is None:
+        return cache
+    column = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
+    at = jnp.where(column < length[:, None], cache.length[:, None] + column, cache.routing.shape[1])
+    put = jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))
+    return cache._replace(routing=put(cache.routing, at, new.astype(cache.routing.dtype)))
 
 
 def write_token(

@@ -12,7 +12,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.model.decoder.attention import AttentionImplementation, attend_step
-from twinkle_jax.model.decoder.cache import Cache, make_cache, stack_layers, unstack_layers
+from twinkle_jax.model.decoder.cache import (
+    Cache,
+    make_cache,
+    stack_layers,
+    unstack_layers,
+    write_routing,
+)
 from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig, LayerStack
 from twinkle_jax.model.decoder.delta_net import linear_step
 from twinkle_jax.model.decoder.feed_forward import feed_forward
@@ -43,6 +49,7 @@ def prefill(
     compute_dtype: DTypeLike | None = None,
     attention: AttentionImplementation | None = None,
     mesh: Mesh | None = None,
+    keep_routing: bool = False,
 ) -> tuple[Float[Array, "batch width"], Cache]:
     """Read prompts of different lengths into a new cache.
 
@@ -56,23 +63,28 @@ def prefill(
         attention: likewise.
         mesh: devices; the parameters must not be split along fsdp. If it does not divide rows or
             key-value heads, prompts are read with XLA's attention.
+        keep_routing: whether the cache keeps the experts of each token, which `hidden_states` takes
+            as `routing`; static.
 
     Returns:
         The hidden state of each row's last token (its logits predict the first new one), and the
         cache. A row without tokens gets the hidden state 0.
 
     Raises:
-        ValueError: if shapes differ or the prompts do not fit.
+        ValueError: if shapes differ, the prompts do not fit, or a decoder without experts is to
+            keep them.
         TypeError: if tokens are not integers, or the mask not boolean.
     """
     time = tokens.shape[-1]
     if max_length < time:
         raise ValueError(f"max_length must be at least the prompts' {time}, got {max_length}")
+    if keep_routing and config.experts is None:
+        raise ValueError("keep_routing must be False for a decoder without experts, got True")
     inputs = decoder_inputs(config, tokens, mask)
     backend, rows_mesh = backend_of(mesh), mesh
     if mesh is not None and not fits(mesh, config, len(tokens)):
         rows_mesh, attention = None, "xla"
-    hidden, states, _ = run(
+    hidden, states, routing = run(
         params,
         config,
         inputs,
@@ -83,9 +95,10 @@ def prefill(
         experts_mesh=mesh,
         backend=backend,
         keep_state=True,
+        keep_routing=keep_routing,
     )
     length = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
-    cache = make_cache(states or {}, length, max_length=max_length)
+    cache = make_cache(states or {}, length, routing, max_length=max_length)
     return _last_hidden(hidden, length), cache
 
 
@@ -144,7 +157,7 @@ def extend(
     kept = jnp.ones(tokens.shape, bool) if mask is None else mask
     positions = cache.length[:, None] + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
     inputs = decoder_inputs(config, tokens, mask, positions)
-    hidden, states, _ = run(
+    hidden, states, routing = run(
         params,
         config,
         inputs,
@@ -154,10 +167,12 @@ def extend(
         experts_mesh=mesh,
         backend=backend_of(mesh),
         keep_state=True,
+        keep_routing=cache.routing is not None,
         cache=stack_layers(cache),
     )
     new = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
-    longer = Cache(states or {}, cache.length + new)
+    written = cache if routing is None else write_routing(cache, routing, new)
+    longer = written._replace(layers=states or {}, length=cache.length + new)
     return _last_hidden(hidden, new), (
         unstack_layers(longer) if isinstance(cache.layers, tuple) else longer
     )
@@ -207,8 +222,9 @@ def decode_step(
 
     def block(
         stack: LayerStack, x: Array, layers: Mapping[str, Any], places: Array, xs: tuple[Any, ...]
-    ) -> tuple[Array, dict[str, Any]]:
+    ) -> tuple[Array, dict[str, Any], Array | None]:
         (members, flags, number, read), layers = xs, dict(layers)
+        chosen: list[Any] = []
         for member, (name, kind) in enumerate(stack.members):
             weights = members[name]
             y = input_norm(config, x, weights, "input_layernorm")
@@ -237,15 +253,25 @@ def decode_step(
             x = add_mixed(config, x, mixed, weights)
             experts = None if number is None else (params["layers"][name], number)
             token = None if read is None else read[:, member]
-            x, _ = feed_forward(config, x, weights, mesh, experts, token=token)
-        return x, layers
+            x, routing = feed_forward(config, x, weights, mesh, experts, token=token)
+            chosen.append(routing)
+        return x, layers, None if cache.routing is None else jnp.stack(chosen, axis=1)
 
     # The scan carries the whole cache: a step then writes its token in place and copies nothing.
-    def write(stack: LayerStack, carry: tuple[Array, dict[str, Any]], xs: Any) -> tuple[Any, None]:
-        return block(stack, *carry, *xs), None
+    def write(stack: LayerStack, carry: tuple[Array, dict[str, Any]], xs: Any) -> tuple[Any, Any]:
+        x, layers, chosen = block(stack, *carry, *xs)
+        return (x, layers), chosen
 
-    def reuse(stack: LayerStack, layers: Any, places: Array, x: Array, xs: Any) -> tuple[Any, None]:
-        return block(stack, x, layers, places, xs)[0], None
+    def reuse(stack: LayerStack, layers: Any, places: Array, x: Array, xs: Any) -> tuple[Any, Any]:
+        x, _, chosen = block(stack, x, layers, places, xs)
+        return x, chosen
+
+    def finish(x: Array, layers: Any, chosen: list[Any]) -> tuple[Array, Cache]:
+        written = cache
+        if cache.routing is not None:
+            routing = jnp.concatenate(chosen, axis=1)[:, None]
+            written = write_routing(cache, routing, active.astype(jnp.int32))
+        return final_norm(params, config, x), _longer(written, layers, length, tables)
 
     with tracing_for(backend_of(mesh), dtype, mesh):
         known = jnp.where(active, tokens, 0)
@@ -255,7 +281,7 @@ def decode_step(
             read = embed_for_layers(params, config, x, known)
         if not config.slide_by_kind:
             flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
-        length = cache.length + active.astype(jnp.int32)
+        length, chosen = cache.length + active.astype(jnp.int32), []
         if isinstance(cache.layers, tuple):
             weights, states = unstack_layers(params)["layers"], [*cache.layers]
             first = jnp.zeros(len(config.block), jnp.int32)
@@ -264,8 +290,9 @@ def decode_step(
                 for repeat in range(stack.repeats):
                     xs = _item(weights[repeat], 0), *_item(rest, repeat)
                     held = -1 if stack.reuses else repeat
-                    x, states[held] = block(stack, x, states[held], first, xs)
-            return final_norm(params, config, x), _longer(cache, tuple(states), length, tables)
+                    x, states[held], experts = block(stack, x, states[held], first, xs)
+                    chosen.append(experts)
+            return finish(x, tuple(states), chosen)
         layers, places = cache.layers, _places_in_stacks(config, cache)
         for stack in config.stacks:
             xs = (
@@ -275,10 +302,15 @@ def decode_step(
                 None if read is None else of_stack(stack, read),
             )
             if stack.reuses:
-                x, _ = jax.lax.scan(partial(reuse, stack, layers, places[-1]), x, xs)
+                x, experts = jax.lax.scan(partial(reuse, stack, layers, places[-1]), x, xs)
             else:
-                (x, layers), _ = jax.lax.scan(partial(write, stack), (x, layers), (places, xs))
-        return final_norm(params, config, x), _longer(cache, layers, length, tables)
+                (x, layers), experts = jax.lax.scan(
+                    partial(write, stack), (x, layers), (places, xs)
+                )
+            if experts is not None:  # [repeats, batch, members, chosen]
+                experts = jnp.moveaxis(experts, 0, 1)
+                chosen.append(experts.reshape(len(tokens), -1, experts.shape[-1]))
+        return finish(x, layers, chosen)
 
 
 def _item(tree: Any, index: int) -> Any:

@@ -18,6 +18,8 @@ from twinkle_jax.model.decoder.cache import (
     PromptPages,
     WindowedKeyValues,
     map_states,
+    put_routing,
+    take_routing,
     with_room,
 )
 from twinkle_jax.model.decoder.config import DecoderConfig
@@ -56,6 +58,7 @@ def empty_pages(
     window_pages: int | None = None,
     prompt_pages: int = 0,
     members: int = 1,
+    max_length: int,
 ) -> Cache:
     """Make a cache of free pages.
 
@@ -68,6 +71,7 @@ def empty_pages(
         window_pages: pages of sliding layers; None: the same as of the others.
         prompt_pages: pages that the rows of a group share; 0: they share none.
         members: rows of a group, at most.
+        max_length: the most tokens of a row, for whose experts there is room if they are kept.
     """
 
     def lines(state: KeyValues, layers: int, pages: int) -> KeyValues:
@@ -101,12 +105,16 @@ def empty_pages(
         jnp.full((prompt_pages, members), rows, jnp.int32),
         jnp.full(rows, -1, jnp.int32),
     )
+    routing = prompts.routing
+    if routing is not None:
+        routing = jnp.zeros((rows, max_length, *routing.shape[2:]), routing.dtype)
     return Cache(
         map_states(empty, prompts.layers, _sliding_layers(config, prompts)),
         jnp.zeros(rows, jnp.int32),
         free(pages),
         None if window_pages is None else free(window_pages),
         shared if prompt_pages else None,
+        routing,
     )
 
 
@@ -179,10 +187,11 @@ def put_in_pages(
             lambda x, y: x.at[:, slots].set(y[:, source].astype(x.dtype), mode="drop"), held, new
         )
 
+    routing = put_routing(cache, take_routing(prompts, source), slots)
     prompts = with_room(prompts, count * size)
     layers = map_states(put, cache.layers, prompts.layers, _sliding_layers(config, cache))
     length = cache.length.at[slots].set(lengths, mode="drop")
-    return Cache(layers, length, pages, window_pages, shared)
+    return Cache(layers, length, pages, window_pages, shared, routing)
 
 
 def _take_prompt_pages(
@@ -309,7 +318,14 @@ def keep_rows(
             return WindowedKeyValues(take(state.full, order), take(state.sliding, window_order))
         return take(state, rows)
 
-    return Cache(map_states(keep, cache.layers), cache.length[rows], kept, window_kept, shared)
+    return Cache(
+        map_states(keep, cache.layers),
+        cache.length[rows],
+        kept,
+        window_kept,
+        shared,
+        take_routing(cache, rows),
+    )
 
 
 def whole_rows(cache: Cache, rows: Int[Array, " some"], max_length: int) -> Cache:
@@ -338,7 +354,8 @@ def whole_rows(cache: Cache, rows: Int[Array, " some"], max_length: int) -> Cach
         return jax.tree.map(lambda x: jnp.take(x, rows, axis=1, mode="fill", fill_value=0), state)
 
     length = cache.length.at[rows].get(mode="fill", fill_value=0)
-    return Cache(map_states(state, cache.layers), length)
+    whole = Cache(map_states(state, cache.layers), length, routing=take_routing(cache, rows))
+    return with_room(whole, max_length)
 
 
 def replace_rows(cache: Cache, new: Cache, rows: Int[Array, " new"]) -> Cache:
@@ -364,6 +381,7 @@ def replace_rows(cache: Cache, new: Cache, rows: Int[Array, " new"]) -> Cache:
             pages.owner.at[line].set(owner, mode="drop"),
             pages.start.at[line].set(new.pages.start, mode="drop"),
         ),
+        routing=put_routing(cache, new.routing, rows),
     )
 
 
