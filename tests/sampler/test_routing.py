@@ -10,7 +10,14 @@ from tests.model.decoder.test_routing import NAMES, model_of
 from tests.model.families import batch, config_of, each, params_of
 from tests.sampler.vllm.fake_server import write_checkpoint
 from twinkle_jax.data import Batch, SamplingParams
-from twinkle_jax.model import make_mesh, shard_like_params
+from twinkle_jax.model import (
+    decode_step,
+    extend,
+    make_mesh,
+    prefill,
+    shard_like_params,
+    unstack_layers,
+)
 from twinkle_jax.rollout import LocalEngine, RolloutConfig
 from twinkle_jax.sampler import (
     Conversations,
@@ -72,6 +79,31 @@ def assert_routed(name, drawn):
     assert drawn.routing.dtype == np.uint8
     for i, expected in enumerate(chosen_by_router(name, rows)):
         np.testing.assert_array_equal(drawn.routing[i, : len(expected) - 1], expected[:-1])
+
+
+@pytest.mark.parametrize("name", each(NAMES, mark=pytest.mark.slow))
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
+def test_of_tokens_that_are_read(name, stacked):
+    """By `prefill`, `extend` and `decode_step`; layers lie in a stack on TPUs."""
+    config, params = model_of(name)
+    rows = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12))
+    mask = np.arange(5) >= [[0], [2], [4]]  # the other tokens are padding
+    options = {"max_length": 16, "keep_routing": True}
+    _, cache = jax.jit(functools.partial(prefill, config=config, **options))(
+        params, tokens=rows[:, :5], mask=mask
+    )
+    _, cache = jax.jit(functools.partial(extend, config=config))(
+        params, tokens=rows[:, 5:8], cache=cache, mask=np.ones((3, 3), bool)
+    )
+    if not stacked:
+        params, cache = unstack_layers(params), unstack_layers(cache)
+    step = jax.jit(functools.partial(decode_step, config=config))
+    for column in range(8, 12):
+        active = np.array([True, column != 9, True])
+        _, cache = step(params, tokens=rows[:, column], cache=cache, mask=active)
+    read = [rows[0], np.delete(rows[1, 2:], 9 - 2), rows[2, 4:]]
+    for i, expected in enumerate(chosen_by_router(name, [row.tolist() for row in read])):
+        np.testing.assert_array_equal(cache.routing[i, : len(expected)], expected)
 
 
 @pytest.mark.parametrize("name", each(NAMES, mark=pytest.mark.slow))
