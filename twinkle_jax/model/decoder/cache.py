@@ -276,11 +276,11 @@ def put_routing(cache: Cache, new: Array | None, slots: Int[Array, " new"]) -> A
 
 def write_routing(
     cache: Cache,
-    new: Int[Array, "batch time layers chosen"],
+    new: Int[Array, "batch time layers chosen"] | None,
     length: Int[Array, " batch"],
 ) -> Cache:
     """Write the experts of `length` tokens in each row that the cache does not hold yet."""
-    if cache.routing is None:
+    if cache.routing is None or new is None:
         return cache
     column = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
     at = jnp.where(column < length[:, None], cache.length[:, None] + column, cache.routing.shape[1])

@@ -171,8 +171,9 @@ def extend(
         cache=stack_layers(cache),
     )
     new = jnp.sum(inputs.mask, axis=1, dtype=jnp.int32)
-    written = cache if routing is None else write_routing(cache, routing, new)
-    longer = written._replace(layers=states or {}, length=cache.length + new)
+    longer = write_routing(cache, routing, new)._replace(
+        layers=states or {}, length=cache.length + new
+    )
     return _last_hidden(hidden, new), (
         unstack_layers(longer) if isinstance(cache.layers, tuple) else longer
     )
@@ -267,10 +268,8 @@ def decode_step(
         return x, chosen
 
     def finish(x: Array, layers: Any, chosen: list[Any]) -> tuple[Array, Cache]:
-        written = cache
-        if cache.routing is not None:
-            routing = jnp.concatenate(chosen, axis=1)[:, None]
-            written = write_routing(cache, routing, active.astype(jnp.int32))
+        routing = None if cache.routing is None else jnp.concatenate(chosen, axis=1)[:, None]
+        written = write_routing(cache, routing, active.astype(jnp.int32))
         return final_norm(params, config, x), _longer(written, layers, length, tables)
 
     with tracing_for(backend_of(mesh), dtype, mesh):
