@@ -552,6 +552,21 @@ def _check(config: TrainConfig) -> None:
             f"mesh.transfers='once' and mesh.tensor={config.mesh.tensor}"
         )
     _check_rows(config)
+    if estimator.compares_parts:
+        _check_parts(config)
+
+
+def _check_parts(config: TrainConfig) -> None:
+    """Refuse several rewards where an estimator that compares each by itself has their sum only."""
+    update, several = config.update, len(config.rewards) + (config.environment is not None) > 1
+    together = config.environment is not None or update.discount != 1 or update.credit != "episode"
+    if several and together:
+        raise ValueError(
+            "update.advantage must not be gdpo, which compares each reward by itself, where only "
+            f"the sum of several is known, got reward={config.reward!r} with "
+            f"environment={config.environment!r}, update.credit={update.credit!r} and "
+            f"update.discount={update.discount}"
+        )
 
 
 @contextmanager

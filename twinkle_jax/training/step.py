@@ -143,7 +143,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     config = recipe.config
     counted = rollout.counted
 
-    def advantages_of(rewards: Any, where: Any) -> jax.Array:
+    def advantages_of(rewards: Any, where: Any, reward_weights: Any = None) -> jax.Array:
         return recipe.estimator.advantages(
             rewards,
             config.rollout.num_samples,
@@ -152,9 +152,17 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
             lengths=rollout.lengths,
             greedy_rewards=rollout.greedy_rewards,
             mask=rollout.batch.labels != IGNORE,
+            reward_weights=reward_weights,
         )
 
-    of_episodes = advantages_of(rollout.scores, counted)
+    if recipe.estimator.compares_parts and rollout.reward_parts:
+        parts = np.stack([*rollout.reward_parts.values()], axis=1)
+        known = ~np.isnan(parts)  # some rewards may not apply to a row
+        where = known if counted is None else known & counted[:, None]
+        weights = np.asarray([rollout.reward_weights[x] for x in rollout.reward_parts], np.float32)
+        of_episodes = advantages_of(np.where(known, parts, 0), where, weights)
+    else:
+        of_episodes = advantages_of(rollout.scores, counted)
     if of_episodes.ndim == 1:
         of_episodes = jnp.repeat(of_episodes, rollout.rows_each)
     if rollout.episodes is None or config.update.credit == "episode":
