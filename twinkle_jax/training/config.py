@@ -276,7 +276,7 @@ class TrainConfig:
         reward_timeout: seconds that a reward may take for the completions of a step.
         system: system message of conversations that begin with none.
         warm_start: the built-in policy first learns from examples, until it has this held-out
-            accuracy; 0 for no examples.
+            accuracy; or from all demonstrations of the environment, if it has any; 0 for neither.
         output_dir: the directory of the run.
         steps: rollouts, each with its updates; auto: 200 for the built-in policy, 500 for a
             checkpoint.
