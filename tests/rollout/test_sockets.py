@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.rollout.test_multi_turn import check_scores, sample
-from twinkle_jax.rollout import Action, OpenEnvEnvironment
+from twinkle_jax.rollout import Action, OpenEnvEnvironment, ProcessLimits, find_environment
 
 pytest.importorskip("websockets", reason="pip install 'twinkle-jax[openenv]'")
 pytestmark = pytest.mark.exhaustive
@@ -41,6 +41,19 @@ def test_what_breaks_off_is_no_episode(fault):
     while server.open and time.monotonic() < deadline:
         time.sleep(0.05)
     assert server.open == 0  # no session is left
+
+
+def test_the_time_limit_of_a_run_is_that_of_each_answer():
+    server = Server(lambda socket: time.sleep(3))
+    try:
+        environment = find_environment(f"openenv:{server.url}", limits=ProcessLimits(0.5))()
+        environment.reset({}, 1)
+        environment.step(Action("1"))
+        with pytest.raises(TimeoutError):
+            environment.step(Action("1"))
+        environment.close()
+    finally:
+        server.stop()
 
 
 def test_a_step_without_a_reward_has_reward_0():

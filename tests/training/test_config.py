@@ -70,6 +70,7 @@ NAN = float("nan")
 LONG = {"max_new_tokens": 2**31 - 1024, "max_episode_tokens": 4096}  # with a prompt of 1024
 LONG = {f"rollout.{name}": value for name, value in LONG.items()}
 LONG |= {"update.micro_batch_tokens": 2**31 - 1}
+TWO_REWARDS_OF_TOOLS = {"environment": None, "tools": "x.py", "reward": ["exact", "math"]}
 REFUSED = [  # a setting and a value that it cannot have, perhaps only with others
     ("seed", 2**32),
     ("steps", -1),
@@ -162,10 +163,20 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
             ("update.gae_lambda", 0.9, {}),
             ("update.gae_lambda", 1.5, {"update.credit": "turn"}),
             ("update.advantage", "reinforce_plus_plus", {"update.credit": "turn"}),
+            ("update.advantage", "gdpo", {"reward": ["exact"]}),
+            *(
+                ("update.advantage", "gdpo", options | TWO_REWARDS_OF_TOOLS)
+                for options in ({"update.credit": "turn"}, {"update.discount": 0.9})
+            ),
             ("update.micro_batch_tokens", 100, {}),
         ]
     ),
 ]
+
+
+def test_gdpo_takes_the_rewards_that_are_known_by_themselves():
+    for options in ({}, TWO_REWARDS_OF_TOOLS, {"environment": "x.py:Y", "update.discount": 0.9}):
+        config_of({"update.advantage": "gdpo"} | options)
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)

@@ -190,7 +190,7 @@ def credited(rollout, **update):
     settings = TrainConfig(
         environment=f"{GAMES}:Guess",
         rollout=RolloutConfig(prompts=1, num_samples=len(rollout.lengths), max_turns=3),
-        update=UpdateConfig(advantage="rloo", scale="none", mini_batches=1, **update),
+        update=UpdateConfig(**({"advantage": "rloo", "scale": "none", "mini_batches": 1} | update)),
     )
     recipe = make_recipe(settings, small_policy(0), None, environment=object)
     return np.asarray(credit(recipe, rollout))
@@ -212,6 +212,15 @@ def test_credit_of_episodes_and_of_turns_by_hand():
     # Half of what comes a turn later: 1 + 0 + 2/4 against 0 + 1/2, then 0 + 2/2 against 1.
     halved = credited(rollout, credit="turn", discount=0.5)
     np.testing.assert_array_equal(halved[0, 0:6:2], [1.0, 0.0, 0.0])
+
+
+def test_lengths_of_turns_weigh_the_rewards_of_turns():
+    """OPO: of the first turns, returns 3 and 1 over 3 tokens and 1, whose mean is 10 / 4."""
+    rollout = rollout_of([[1.0, 0.0, 2.0], [0.0, 1.0]])
+    rollout.episodes[0].turns[0] = Turn(0, 1, 4, reward=1.0)
+    by_turn = credited(rollout, advantage="opo", credit="turn")
+    np.testing.assert_array_equal(by_turn[0, 0:6:2], [0.5, 0.5, 0.0])
+    np.testing.assert_array_equal(by_turn[1, 0:4:2], [-1.5, -0.5])
 
 
 def test_gae_over_turns_by_hand():

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from tests.model.families import config_of, each
+from twinkle_jax.advantage import gdpo_advantage
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import LoraConfig, init_params, make_mesh, shard_like_params
@@ -458,6 +459,25 @@ def test_the_device_scores_by_the_reference_while_the_host_computes_rewards(roll
 
     sampled(made._replace(source=Source()))
     assert seen[0] == (rollouts == 1)
+
+
+def test_gdpo_compares_each_reward_by_itself():
+    """Also with a weight, and a reward that does not apply to all completions."""
+
+    def low(trajectories):
+        texts = [t["messages"][-1]["content"] for t in trajectories]
+        return [None if text < "4" else 4.0 * (text < "8") for text in texts]
+
+    rewards = WeightedReward({"long": long_ones, "low": low}, {"long": 1.0, "low": 0.5})
+    drawn = sampled(recipe(rewards, advantage="gdpo"))
+    parts = np.stack([drawn.reward_parts["long"], drawn.reward_parts["low"]], axis=1)
+    known = ~np.isnan(parts)
+    assert not known.all()
+    expected = gdpo_advantage(
+        np.where(known, parts, 0), SAMPLES, where=known, reward_weights=[1.0, 0.5]
+    )
+    np.testing.assert_array_equal(drawn.advantages, expected)
+    assert not np.allclose(expected, gdpo_advantage(drawn.scores, SAMPLES))
 
 
 def test_rewards_are_logged_one_by_one():

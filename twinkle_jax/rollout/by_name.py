@@ -46,7 +46,8 @@ def find_environment(
             in this process.
         environment_in: `process` runs the environment of each episode in a separate process,
             which is killed if it hangs. Ignored for OpenEnv, whose server is a process already.
-        limits: time and memory limits of those processes.
+        limits: time and memory limits of those processes; the time is also that of each answer of
+            an OpenEnv server.
 
     Returns:
         A function that makes an environment for an episode.
@@ -55,7 +56,7 @@ def find_environment(
         ValueError: if a name is not found, its file cannot be imported, or both names are None.
         TypeError: if a name is not that of an environment or of functions.
     """
-    factory = None if name is None else _find_factory(name)
+    factory = None if name is None else _find_factory(name, limits.seconds)
     demonstrations = getattr(factory, "demonstrations", None)
     if name is not None and environment_in == "process" and not name.startswith("openenv:"):
         factory = environments_in_processes(name, limits)
@@ -79,10 +80,10 @@ def _with_tools(
     return ToolEnvironment(functions, None if factory is None else factory())
 
 
-def _find_factory(name: str) -> EnvironmentFactory:
+def _find_factory(name: str, timeout: float) -> EnvironmentFactory:
     kind, colon, rest = name.partition(":")
     if kind == "openenv":
-        return functools.partial(OpenEnvEnvironment, rest)
+        return functools.partial(OpenEnvEnvironment, rest, timeout)
     adapter = _ADAPTERS.get(kind) if colon else None
     module_name, _, attribute = (rest if adapter else name).rpartition(":")
     if not module_name or not attribute:

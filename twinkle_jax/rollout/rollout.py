@@ -143,7 +143,8 @@ class Rollout(NamedTuple):
         row_lengths: columns of each row of `batch` without padding.
         truncated: True for trajectories that ended at a limit of tokens or turns.
         rewards: one a trajectory, in float32; None before they are scored.
-        reward_parts: the rewards by name, if several are added up.
+        reward_parts: the rewards by name, if several are added up; NaN where one does not apply.
+        reward_weights: of `reward_parts` in that sum.
         greedy_rewards: rewards of the most probable completions, one a prompt, for estimators with
             such a baseline.
         advantages: one a trajectory, for display; those of tokens are in `batch`.
@@ -164,6 +165,7 @@ class Rollout(NamedTuple):
     truncated: np.ndarray[Any, Any]
     rewards: np.ndarray[Any, Any] | None = None
     reward_parts: Mapping[str, np.ndarray[Any, Any]] = MappingProxyType({})
+    reward_weights: Mapping[str, float] = MappingProxyType({})
     greedy_rewards: np.ndarray[Any, Any] | None = None
     advantages: Float[Array, " rows"] | None = None
     counted: hosts.RowMask | None = None
@@ -315,6 +317,7 @@ def _choose(
             name: np.concatenate([rollout.reward_parts[name] for rollout in drawn])[rows]
             for name in drawn[0].reward_parts
         },
+        reward_weights=drawn[0].reward_weights,
         counted=pick("counted", rows),
         episodes=[episodes[i] for i in rows] if episodes else None,
         turns=turns,

@@ -13,7 +13,12 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
 from twinkle_jax.data.batch import batch_width
 from twinkle_jax.model import Params
-from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajectories
+from twinkle_jax.reward import (
+    RewardFunction,
+    TrajectoryScores,
+    WeightedReward,
+    score_trajectories,
+)
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, Texts, read_texts
 from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, with_advantages
@@ -83,10 +88,14 @@ class SingleTurn:
             array[held] = np.asarray(values, np.float32)
             return array
 
-        parts = {}
-        if len(scores.components) > 1:  # NaN where a reward returned None
+        parts, weights = {}, {}
+        if isinstance(self.reward, WeightedReward) and len(scores.components) > 1:
+            # NaN where a reward returned None
             parts = {name: of_all_rows(values) for name, values in scores.components.items()}
-        return rollout._replace(rewards=of_all_rows(scores.rewards), reward_parts=parts)
+            weights = self.reward.weights
+        return rollout._replace(
+            rewards=of_all_rows(scores.rewards), reward_parts=parts, reward_weights=weights
+        )
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable completion of each prompt."""

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool
 from twinkle_jax.advantage import (
     ESTIMATORS,
     Advantage,
+    GDPOAdvantage,
     ReinforcePlusPlusAdvantage,
     Scale,
     get_advantage,
@@ -53,6 +54,11 @@ class Estimator(NamedTuple):
         return "scale" in inspect.signature(call).parameters
 
     @property
+    def compares_parts(self) -> bool:
+        """Whether it compares each of several rewards by itself, before they are added up."""
+        return isinstance(self.function, GDPOAdvantage)
+
+    @property
     def needs_greedy_rewards(self) -> bool:
         """Whether rewards of the most probable completions are needed."""
         return "greedy_rewards" in self.needs
@@ -67,17 +73,20 @@ class Estimator(NamedTuple):
         lengths: np.ndarray[Any, Any],
         greedy_rewards: np.ndarray[Any, Any] | None,
         mask: Bool[Array, "rows time"],
+        reward_weights: np.ndarray[Any, Any] | None = None,
     ) -> jax.Array:
         """Estimate advantages.
 
         Args:
-            rewards: one a completion, those of a prompt next to each other.
+            rewards: one a completion, those of a prompt next to each other; or, for an estimator
+                that compares them by themselves, several in a second axis, as in `where` then.
             num_samples: completions a prompt.
             scale: what advantages are divided by, for estimators that have a scale.
             where: True = keep, one a completion; None for all.
             lengths: tokens of each completion.
             greedy_rewards: one a prompt, where the estimator needs them.
             mask: True for tokens that the policy sampled.
+            reward_weights: of several rewards; None for one.
 
         Returns:
             One advantage a completion, or one a token of `mask`.
@@ -89,7 +98,9 @@ class Estimator(NamedTuple):
             at_last_token = jnp.where(mask & (remaining == 1), jnp.asarray(rewards)[:, None], 0)
             return self.function(at_last_token, masks=kept)
         data = {"lengths": lengths, "greedy_rewards": greedy_rewards}
-        needed = {name: data[name] for name in self.needs}
+        needed: dict[str, Any] = {name: data[name] for name in self.needs}
+        if reward_weights is not None:
+            needed["reward_weights"] = reward_weights
         return self.function(rewards, num_samples, scale, where=where, **needed, **self.options)
 
     def check(self, num_samples: int) -> None:

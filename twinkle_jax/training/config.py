@@ -276,7 +276,7 @@ class TrainConfig:
         reward_timeout: seconds that a reward may take for the completions of a step.
         system: system message of conversations that begin with none.
         warm_start: the built-in policy first learns from examples, until it has this held-out
-            accuracy; 0 for no examples.
+            accuracy; or from all demonstrations of the environment, if it has any; 0 for neither.
         output_dir: the directory of the run.
         steps: rollouts, each with its updates; auto: 200 for the built-in policy, 500 for a
             checkpoint.
@@ -552,6 +552,21 @@ def _check(config: TrainConfig) -> None:
             f"mesh.transfers='once' and mesh.tensor={config.mesh.tensor}"
         )
     _check_rows(config)
+    if estimator.compares_parts:
+        _check_parts(config)
+
+
+def _check_parts(config: TrainConfig) -> None:
+    """Refuse several rewards where an estimator that compares each by itself has their sum only."""
+    update, several = config.update, len(config.rewards) + (config.environment is not None) > 1
+    together = config.environment is not None or update.discount != 1 or update.credit != "episode"
+    if several and together:
+        raise ValueError(
+            "update.advantage must not be gdpo, which compares each reward by itself, where only "
+            f"the sum of several is known, got reward={config.reward!r} with "
+            f"environment={config.environment!r}, update.credit={update.credit!r} and "
+            f"update.discount={update.discount}"
+        )
 
 
 @contextmanager

@@ -101,6 +101,15 @@ _CONDITIONS = (
         "evaluation.pass_k evaluation.reward",
     ),
     _Condition(
+        "evaluation.path for a task from a file",
+        lambda config: (
+            config.evaluation.path is not None
+            or has_held_out(config.task)
+            or config.evaluation.every == 0
+        ),
+        "evaluation.every",
+    ),
+    _Condition(
         "an update.loss that clips",
         lambda config: not isinstance(make_loss(config), SAPOLoss),
         "update.epsilon update.epsilon_high",
@@ -114,8 +123,9 @@ _CONDITIONS = (
     ),
     _Condition("the arithmetic task", lambda config: config.task == "arithmetic", "level"),
     _Condition(
-        "the built-in policy",
-        lambda config: config.model is None or config.warm_start == 0,
+        "the built-in policy and the arithmetic task of one turn",
+        # Demonstrations of an environment are learned from to their end, whatever the share.
+        lambda config: (config.model is None and not config.many_turns) or config.warm_start == 0,
         "warm_start",
     ),
 )

@@ -143,18 +143,28 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     config = recipe.config
     counted = rollout.counted
 
-    def advantages_of(rewards: Any, where: Any) -> jax.Array:
+    def advantages_of(
+        rewards: Any, where: Any, lengths: Any, reward_weights: Any = None
+    ) -> jax.Array:
         return recipe.estimator.advantages(
             rewards,
             config.rollout.num_samples,
             config.update.scale,
             where=where,
-            lengths=rollout.lengths,
+            lengths=lengths,
             greedy_rewards=rollout.greedy_rewards,
             mask=rollout.batch.labels != IGNORE,
+            reward_weights=reward_weights,
         )
 
-    of_episodes = advantages_of(rollout.scores, counted)
+    if recipe.estimator.compares_parts and rollout.reward_parts:
+        parts = np.stack([*rollout.reward_parts.values()], axis=1)
+        known = ~np.isnan(parts)  # some rewards may not apply to a row
+        where = known if counted is None else known & counted[:, None]
+        weights = np.asarray([rollout.reward_weights[x] for x in rollout.reward_parts], np.float32)
+        of_episodes = advantages_of(np.where(known, parts, 0), where, rollout.lengths, weights)
+    else:
+        of_episodes = advantages_of(rollout.scores, counted, rollout.lengths)
     if of_episodes.ndim == 1:
         of_episodes = jnp.repeat(of_episodes, rollout.rows_each)
     if rollout.episodes is None or config.update.credit == "episode":
@@ -162,9 +172,11 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     shape = len(rollout.episodes), config.rollout.max_turns
     # A row is an episode, a column a turn; episodes have different numbers of turns.
     rewards, has_turn = np.zeros(shape, np.float32), np.zeros(shape, bool)
+    lengths = np.zeros(shape, rollout.lengths.dtype)  # sampled tokens of each turn
     for i, episode in enumerate(rollout.episodes):
         rewards[i, : len(episode.turns)] = episode.rewards
         has_turn[i, : len(episode.turns)] = counted is None or counted[i]
+        lengths[i, : len(episode.turns)] = [turn.end - turn.start for turn in episode.turns]
     returns = turn_returns(
         rewards,
         config.rollout.num_samples,
@@ -172,8 +184,8 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
         gamma=config.update.discount,
         gae_lambda=config.update.gae_lambda,
     )
-    columns = zip(np.asarray(returns).T, has_turn.T, strict=True)
-    of_turns = [advantages_of(turn, where) for turn, where in columns]
+    columns = zip(np.asarray(returns).T, has_turn.T, lengths.T, strict=True)
+    of_turns = [advantages_of(*column) for column in columns]
     by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), rollout.rows_each, axis=0)
     assert rollout.turns is not None
     # −1 marks positions outside turns: without a label, so their advantage is not used.
