@@ -73,6 +73,10 @@ def test_stop_tokens_of_the_model_where_generation_has_no_configuration(tmp_path
     small_tokenizer().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"eos_token_id": [1, 4]}')
     assert Tokenizer.from_pretrained(tmp_path).stop_token_ids == [1, 4]
+    for outer, ends in (("null", [1, 3]), ("2", [1, 2])):
+        text = '{"eos_token_id": %s, "text_config": {"eos_token_id": 3}}'
+        (tmp_path / "config.json").write_text(text % outer)
+        assert Tokenizer.from_pretrained(tmp_path).stop_token_ids == ends
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
     assert Tokenizer.from_pretrained(tmp_path).stop_token_ids == [1, 5]
 

@@ -103,10 +103,14 @@ class Tokenizer:
             config |= _read_json(directory / "special_tokens_map.json")
         if templates := _read_templates(directory):
             config["chat_template"] = templates
-        # Without the file, transformers reads what ends a completion in the model's configuration.
-        generation_config = _read_json(directory / "generation_config.json") or _read_json(
-            directory / "config.json"
-        )
+        generation_config = _read_json(directory / "generation_config.json")
+        if not generation_config:
+            # transformers reads what ends a completion in the model's configuration then, or in
+            # that of its text model.
+            generation_config = _read_json(directory / "config.json")
+            text = generation_config.get("text_config")
+            if generation_config.get("eos_token_id") is None and isinstance(text, Mapping):
+                generation_config = dict(text)
         return cls(backend, config, generation_config)
 
     def save_pretrained(self, directory: str | Path) -> None:

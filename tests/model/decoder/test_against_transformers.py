@@ -52,7 +52,13 @@ CASES = {
         "rope_parameters": None,
         "rope_theta": 1e5,
     },
+    "llama linear": {
+        "rope_parameters": None,
+        "rope_theta": 500.0,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
     "mistral": {"num_hidden_layers": 1},
+    "mistral sliding": {"sliding_window": 3, "rope_parameters": None, "rope_theta": 500.0},
     "qwen3 rope_scaling": {"rope_scaling": RESCALED, "num_hidden_layers": 1},
     "qwen2": {},
     "qwen2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 1},
@@ -412,7 +418,9 @@ def test_gradients_of_a_loss(name, saved):
     "case",
     [
         "llama",
+        "llama linear",
         "mistral",
+        "mistral sliding",
         "qwen2 tied",
         "qwen3 tied, biased",
         "qwen3 wide heads",
@@ -492,7 +500,7 @@ def test_old_configurations(saved, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "olmo2", "olmo3", "smollm3", "granite", "phi3", "qwen2", "qwen3"),
+        *("llama", "mistral", "olmo2", "olmo3", "smollm3", "granite", "phi3", "qwen2", "qwen3"),
         *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
     ],
 )

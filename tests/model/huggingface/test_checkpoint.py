@@ -179,6 +179,29 @@ def test_a_stored_copy_of_a_tied_head_is_accepted_if_it_is_the_embedding(tmp_pat
             load_pretrained(tmp_path / "out")
 
 
+def test_a_model_that_was_saved_without_its_head(tmp_path):
+    """As Qwen3-Embedding: the names have no prefix."""
+    config = parse_config(family("qwen3", tie_word_embeddings=True))
+    params = params_of("qwen3") | {}
+    params.pop("lm_head")
+    save_pretrained(Decoder(config, params), tmp_path / "out")
+    tensors = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    rewrite(
+        tmp_path / "out",
+        dict.fromkeys(tensors) | {name.removeprefix("model."): x for name, x in tensors.items()},
+    )
+    decoder = load_pretrained(tmp_path / "out")
+    assert_same(decoder.params, params)
+    save_pretrained(decoder, tmp_path / "again")
+    assert (
+        safetensors.numpy.load_file(tmp_path / "again/model.safetensors").keys() == tensors.keys()
+    )
+    text = json.loads((tmp_path / "out/config.json").read_text()) | {"tie_word_embeddings": False}
+    (tmp_path / "out/config.json").write_text(json.dumps(text))
+    with pytest.raises(ValueError, match=r"got none named lm_head\.weight"):
+        load_pretrained(tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("value", "stored", "dtype"),
     [

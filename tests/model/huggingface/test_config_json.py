@@ -260,13 +260,36 @@ def test_rope_scaling_wins_over_rope_parameters():
     assert (parsed.attention.rope_theta, parsed.attention.rotary_dim) == (7, 2)
 
 
-def test_mistral_must_say_that_no_layer_slides():
+def test_windows_of_mistral():
     config = family("mistral")
-    assert parse_config(config).layer_kinds == ("full_attention",) * 2
-    for window in (16, 4096):
-        refused(config | {"sliding_window": window}, "sliding_window")
-    del config["sliding_window"]  # 4096 then, as in transformers
-    refused(config, "sliding_window")
+    assert parse_config(config).layer_kinds == (FULL, FULL)
+    narrow = parse_config(config | {"sliding_window": 16})
+    assert narrow.layer_kinds == (SLIDING, SLIDING) and narrow.attention.window == Window(16)
+    written = export_config(narrow, nested=False, dtype="float32")
+    assert written["sliding_window"] == 16 and "layer_types" not in written
+    del config["sliding_window"]  # 4096 then, as in transformers: the longest rows are 256
+    assert parse_config(config).layer_kinds == (FULL, FULL)
+    del config["max_position_embeddings"]  # 131,072 then
+    assert parse_config(config).attention.window == Window(4096)
+
+
+def test_linear_scaling_of_llama():
+    """DeepSeek-Coder has it."""
+    config = family("llama", rope_parameters=None, rope_theta=1e5)
+    config |= {"rope_scaling": {"type": "linear", "factor": 4.0}}
+    assert parse_config(config).attention.rope_scaling == LinearScaling(4.0)
+    written = export_config(parse_config(config), nested=False, dtype="float32")
+    assert parse_config(written) == parse_config(config)
+
+
+def test_keys_of_qwen3_coder():
+    """They change nothing in transformers."""
+    keys = {"qkv_bias": False, "use_qk_norm": True, "shared_expert_intermediate_size": 0}
+    config = parse_config(family("qwen3_moe", **keys))
+    assert config == parse_config(family("qwen3_moe")) and config.experts.shared_width is None
+    for name, value in keys.items():
+        refused(family("qwen3_moe", **{name: not value}), name)
+        refused(family("qwen3", **{name: value}), name)
 
 
 def test_llama_3_and_smollm_2():

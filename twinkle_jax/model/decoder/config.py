@@ -619,7 +619,7 @@ _GEMMA3 = Family(
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         "LlamaForCausalLM",
-        rope_types=("default", "llama3", "yarn"),
+        rope_types=("default", "llama3", "yarn", "linear"),
         other_keys={
             "mlp_bias": (False,),
             "pretraining_tp": (1,),
@@ -664,9 +664,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "mistral": Family(
         "MistralForCausalLM",
-        # Without the key all layers slide, so a configuration must set it to null.
-        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-        other_keys={"sliding_window": (None,)},
+        uniform_window=True,
+        defaults={
+            "sliding_window": 4096,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131_072,
+        },
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
@@ -709,7 +712,14 @@ FAMILIES: dict[str, Family] = {
         experts=True,
         window_keys=True,
         # With it all layers of transformers' model slide, whatever the other keys say.
-        other_keys={**_EXPERTS_EVERYWHERE, "use_sliding_window": (False,)},
+        other_keys={
+            **_EXPERTS_EVERYWHERE,
+            "use_sliding_window": (False,),
+            # Of Qwen3-Coder, without effect in transformers.
+            "qkv_bias": (False,),
+            "use_qk_norm": (True,),
+            "shared_expert_intermediate_size": (0,),
+        },
     ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": replace(

@@ -54,7 +54,7 @@ _INSTALL = "pip install 'twinkle-jax[checkpoints]'"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 SCORE = "score.weight"  # the head of transformers' models for sequence classification
 PREFIX = "model."
-NESTED_PREFIXES = ("model.language_model.", "language_model.model.")
+OTHER_PREFIXES = ("model.language_model.", "language_model.model.", "")
 LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # others keep their name
 _TRANSPOSED = ("kernel", "lora_A", "lora_B")
 
@@ -381,8 +381,11 @@ def names_by_expert(name: str, experts: int) -> list[tuple[str, ...]]:
 
 
 def stored_prefix(stored: Collection[str]) -> str:
-    """Return the prefix of the text model's tensors, which may be part of a larger model."""
-    return next((p for p in NESTED_PREFIXES if p + EMBEDDING in stored), PREFIX)
+    """Return the prefix of the text model's tensors.
+
+    It may be part of a larger model, or saved without its head, as Qwen3-Embedding is.
+    """
+    return next((p for p in OTHER_PREFIXES if p + EMBEDDING in stored), PREFIX)
 
 
 def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
