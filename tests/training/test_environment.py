@@ -214,6 +214,17 @@ def test_credit_of_episodes_and_of_turns_by_hand():
     np.testing.assert_array_equal(halved[0, 0:6:2], [1.0, 0.0, 0.0])
 
 
+def test_gdpo_does_not_take_the_sum_of_an_environments_reward_and_another():
+    settings = TrainConfig(
+        environment=f"{GAMES}:Guess",
+        rollout=RolloutConfig(**EPISODES),
+        update=UpdateConfig(advantage="gdpo", mini_batches=1),
+    )
+    with pytest.raises(ValueError, match=r"^update\.advantage must not be gdpo"):
+        make_recipe(settings, small_policy(0), small_run.Scorer(), environment=games.Guess)
+    make_recipe(settings, small_policy(0), None, environment=games.Guess)
+
+
 def test_lengths_of_turns_weigh_the_rewards_of_turns():
     """OPO: of the first turns, returns 3 and 1 over 3 tokens and 1, whose mean is 10 / 4."""
     rollout = rollout_of([[1.0, 0.0, 2.0], [0.0, 1.0]])

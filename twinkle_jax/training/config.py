@@ -553,17 +553,22 @@ def _check(config: TrainConfig) -> None:
         )
     _check_rows(config)
     if estimator.compares_parts:
-        _check_parts(config)
+        check_parts(config, len(config.rewards))
 
 
-def _check_parts(config: TrainConfig) -> None:
-    """Refuse several rewards where an estimator that compares each by itself has their sum only."""
-    update, several = config.update, len(config.rewards) + (config.environment is not None) > 1
+def check_parts(config: TrainConfig, rewards: int) -> None:
+    """Refuse several rewards where an estimator that compares each by itself has their sum only.
+
+    Args:
+        config: of the run.
+        rewards: their number, without the environment's own.
+    """
+    update, several = config.update, rewards + (config.environment is not None) > 1
     together = config.environment is not None or update.discount != 1 or update.credit != "episode"
     if several and together:
         raise ValueError(
             "update.advantage must not be gdpo, which compares each reward by itself, where only "
-            f"the sum of several is known, got reward={config.reward!r} with "
+            f"the sum of several is known, got {rewards} beside "
             f"environment={config.environment!r}, update.credit={update.credit!r} and "
             f"update.discount={update.discount}"
         )

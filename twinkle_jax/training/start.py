@@ -22,7 +22,7 @@ from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model import shard_like_params
 from twinkle_jax.model.decoder.lora import adapted_kernels
-from twinkle_jax.reward import RewardFunction
+from twinkle_jax.reward import RewardFunction, WeightedReward
 from twinkle_jax.rollout import (
     Engine,
     EnvironmentFactory,
@@ -39,6 +39,7 @@ from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
     TrainConfig,
+    check_parts,
     lora_names,
     make_lora,
     make_loss,
@@ -422,7 +423,8 @@ def make_recipe(
         mesh: devices; None for one.
 
     Raises:
-        ValueError: without a reward and an environment.
+        ValueError: without a reward and an environment, or for rewards that the estimator cannot
+            compare by themselves.
     """
     config = with_dtype(config, mesh)
     update = config.update
@@ -430,6 +432,9 @@ def make_recipe(
     if update.kl_beta:
         # New adapters change nothing: the frozen parameters alone are the initial policy.
         reference = {} if config.lora.rank else jax.tree.map(jnp.copy, policy.params)
+    estimator = make_estimator(update.advantage, update.advantage_options)
+    if estimator.compares_parts and reward is not None:
+        check_parts(config, len(reward.rewards) if isinstance(reward, WeightedReward) else 1)
     engine = engine or make_engine(config, policy, mesh)
     options: dict[str, Any] = {
         "reward_timeout": config.reward_timeout,
@@ -452,7 +457,7 @@ def make_recipe(
         source,
         make_loss(config),
         run_optimizer(config),
-        make_estimator(update.advantage, update.advantage_options),
+        estimator,
         reference,
         mesh,
     )
