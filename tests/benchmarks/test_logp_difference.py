@@ -15,9 +15,19 @@ import pytest
 from tests.model.families import ALL, family
 from tests.sampler.completions import trainer_logprobs
 from twinkle_jax.model import init_params, parse_config
+from twinkle_jax.rollout import training_batch
 from twinkle_jax.sampler import Sampling, generate
+from twinkle_jax.training import score_batch
 
 WIDE = {"hidden_size": 128, "intermediate_size": 512, "vocab_size": 512}
+
+
+def wide(name):
+    """The keys of a family's `config.json`, for these sizes."""
+    keys = family(name) | WIDE
+    if "vocab_size_per_layer_input" in keys:
+        keys["vocab_size_per_layer_input"] = keys["vocab_size"]
+    return keys
 
 
 def parameters(config, size):
@@ -29,10 +39,34 @@ def parameters(config, size):
     return jax.tree_util.tree_map_with_path(grow, init_params(jax.random.key(0), config))
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_5_moe_text", "gpt_oss"])
+def test_difference_with_the_experts_of_the_sampler(name):
+    """In bfloat16, at temperature 1; printed too: the share of tokens with other experts."""
+    config = parse_config(wide(name))
+    prompts = np.random.default_rng(0).integers(3, 512, (64, 16)).astype(np.int32)
+    mask = np.ones_like(prompts, bool)
+    options = {"max_new_tokens": 32, "compute_dtype": "bfloat16", "keep_routing": True}
+    for size in (1, 10):
+        params = parameters(config, size)
+        drawn = generate(params, config, prompts, mask, jax.random.key(1), Sampling(1.0), **options)
+        replayed = training_batch(prompts, mask, drawn)
+        for how, batch in (("", replayed._replace(routing=None)), (", replayed", replayed)):
+            scores = score_batch(params, batch, config, compute_dtype="bfloat16", with_routing=True)
+            is_drawn = np.asarray(batch.labels) != -100
+            apart = np.abs(np.asarray(scores.logps) - np.asarray(batch.old_logps))[is_drawn]
+            other = np.asarray(scores.routing) != np.asarray(replayed.routing)
+            share = other[:, : prompts.shape[1] + 31].any(axis=(2, 3)).mean()
+            mean, high, most = apart.mean(), *np.quantile(apart, [0.99, 1])
+            print(
+                f"\n| {name}{how} | {size} | {share:.2g} | {mean:.2g} | {high:.2g} | {most:.2g} |",
+                end="",
+            )
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ALL)
 def test_difference(name, dtype):
-    config = parse_config({**family(name), **WIDE})
+    config = parse_config(wide(name))
     prompts = np.random.default_rng(0).integers(3, 512, (64, 16)).astype(np.int32)
     for size in (1, 10):
         params = parameters(config, size)
