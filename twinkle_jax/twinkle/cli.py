@@ -293,7 +293,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     require("yaml", "training")
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
         """Reads `1e-4` as a number, as OmegaConf and YAML 1.2 do; PyYAML wants `1.0e-4`."""
 
     number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
