@@ -87,11 +87,14 @@ def test_later_sources_win(elsewhere, monkeypatch):
     monkeypatch.setenv("SAVE_STEPS", "8")
     monkeypatch.setenv("TWINKLE_SAVE_STEPS", "7")
     pytest.importorskip("yaml", reason="pip install 'twinkle-jax[training]'")
-    (elsewhere / "c.yaml").write_text("lora:\n  r: 3\nlora_r: 3\nrl:\n  gkd_beta: 1\n")
+    (elsewhere / "c.yaml").write_text(
+        "lora:\n  r: 3\nlora_r: 3\nrl:\n  gkd_beta: 1\nmax_lr: 1e-4\nmine: -2E3\n"
+    )
     args = CLI.from_args(["--config", "c.yaml", "--mode", "local"])
     assert args.training.max_steps == 1 and args.training.batch_size == 2 and args.lora.lora_r == 3
     assert args.training.save_steps == 7  # a name with the prefix is meant
     assert args.rl.gkd_beta == 1.0 and args.infra.mode == "local"
+    assert args.scheduler.max_lr == 1e-4 and args.extra["mine"] == -2000.0
     assert "other" in args.extra and args.extra["other"] is None
     assert "jax_examples" not in args.extra
     with pytest.raises(FileNotFoundError, match="config"):

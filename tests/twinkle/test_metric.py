@@ -186,6 +186,13 @@ def test_the_temperature_of_log_probabilities_and_a_clip_of_its_own():
         GRPOMetric(top_k=3)
 
 
+def test_padding_of_parts_is_ignored_with_any_ignore_index():
+    metric = GRPOMetric(ignore_index=0)
+    parts = [{"labels": [[1, 0]]}, {"labels": [[2, 3, 0, 4]]}]
+    metric.accumulate(parts, {"logps": [[[-1.0, 0.0]], [[-2.0, -3.0, 0.0, -4.0]]]})
+    assert metric.calculate()["train/mean_new_logp"] == -2.5  # of 1, 2, 3 and 4
+
+
 def test_the_tokens_that_moved_most():
     metric = GRPOMetric(top_k_kl=2)
     metric.accumulate({"labels": [[-100, -100]]}, {"logps": [[0.0, 0.0]]}, old_logps=[[]])

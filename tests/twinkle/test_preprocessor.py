@@ -31,6 +31,7 @@ def test_rows_become_conversations():
         ("user", "Who is N?"),
         ("assistant", "By A"),
     ]
+    assert turns(GSM8KProcessor("s"), SUM | {"question": None}) == [("system", "s"), ("user", "")]
     assert turns(GSM8KProcessor(add_assistant=True), SUM)[2] == ("assistant", "#### 2")
     assert "boxed" in turns(GSM8KProcessor(), SUM)[0][1]
     assert GSM8KProcessor().extract_ground_truth("so\n#### -1,234.5") == "-1234.5"

@@ -1,6 +1,9 @@
 """Templates by name, and the parsers of tool calls."""
 
+import json
+
 import numpy as np
+import pytest
 
 from twinkle_jax.data import small_tokenizer
 from twinkle_jax.twinkle.template import (
@@ -43,6 +46,29 @@ def test_what_the_chat_template_is_told():
     ):
         template = Template(tokenizer, **options)
         assert template.decode(template.encode(prompt("1"), True)["input_ids"]) == text
+
+
+def test_key_rounds_have_labels():
+    turns = [{"role": role, "content": role[0]} for role in ("user", "assistant") * 2]
+    template = Template(small_tokenizer())
+    for rounds, count in (([3], 1), ("[1, 3]", 2), ([0], 0), ([], 2)):
+        row = {"messages": turns, "user_data": [("key_rounds", rounds)]}
+        labels = template.encode(row)["labels"]
+        assert template.decode(labels[labels >= 0]) == "a<|end|>" * count
+
+
+@pytest.mark.parametrize("arguments", [{"x": 1}, '{"x":1}'])
+def test_json_of_arguments_is_decoded(arguments):
+    source = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    template = Template(small_tokenizer(), chat_template=source)
+    calls = [{"type": "function", "function": {"name": "f", "arguments": arguments}}]
+    for written in (calls, json.dumps(calls)):
+        messages = [{"role": "assistant", "content": "", "tool_calls": written}]
+        ids = template.encode({"messages": messages}, add_generation_prompt=True)["input_ids"]
+        assert template.decode(ids) == 'f{"x": 1}'
 
 
 def test_check():

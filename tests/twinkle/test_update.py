@@ -71,6 +71,12 @@ def test_schedules_are_pytorchs_by_name_and_by_class(name, options):
         theirs.step()
 
 
+def test_a_linear_schedule_ends_at_0_after_a_warmup_as_long_as_the_training():
+    options = {"num_warmup_steps": 2, "num_training_steps": 2}
+    ours = choose_schedule("LinearWarmupScheduler", options)
+    assert [ours(step, 1.0) for step in range(4)] == [0, 0.5, 0, 0]
+
+
 @pytest.mark.parametrize(("cycles", "after"), [(1, [1, 0.5, 0, 0.5, 1, 1]), (0.25, [1, 0.5])])
 def test_cycles_of_a_cosine_after_its_warmup(cycles, after):
     steps = 5 if cycles == 1 else 2

@@ -1,6 +1,7 @@
 """Twinkle's `cli`: settings of a script from `.env`, environment variables, a file and flags."""
 
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -292,4 +293,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     require("yaml", "training")
     import yaml
 
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+        """Reads `1e-4` as a number, as OmegaConf and YAML 1.2 do; PyYAML wants `1.0e-4`."""
+
+    number = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    return yaml.load(path.read_text(encoding="utf-8"), Loader) or {}  # noqa: S506  (a safe one)

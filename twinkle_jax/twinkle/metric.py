@@ -256,7 +256,7 @@ class DPOMetric(_PassMetric):
     def _add(self, inputs: Any, outputs: Any, **facts: Any) -> None:
         if outputs.get("logps") is None or not len(outputs["logps"]):
             return
-        mask = _labels(inputs) != self.ignore_index
+        mask = _labels(inputs, self.ignore_index) != self.ignore_index
         assert len(mask) % 2 == 0, f"DPO metric needs an even batch, got {len(mask)} rows"
         chosen, rejected = _pairs(outputs["logps"], mask)
         count = len(chosen)
@@ -329,7 +329,7 @@ class GRPOMetric(_PassMetric):
     ) -> None:
         if outputs.get("logps") is None or not len(outputs["logps"]):
             return
-        labels = _labels(inputs)
+        labels = _labels(inputs, self.ignore_index)
         mask = labels != self.ignore_index
         first, self.sequences = self.sequences, self.sequences + len(mask)
         if not mask.any():
@@ -459,10 +459,10 @@ def _norm(grad_norm: float) -> dict[str, str]:
     return {"grad_norm": f"{grad_norm:.6f}"} if grad_norm != 0 else {}  # NaN is shown
 
 
-def _labels(inputs: Any) -> Numbers:
+def _labels(inputs: Any, padding: int) -> Numbers:
     """Stack the labels of features, or of batches of them."""
     rows = [row for x in _list(inputs) for row in np.atleast_2d(np.asarray(x["labels"]))]
-    return pad_rows(rows, IGNORE)
+    return pad_rows(rows, padding)
 
 
 def _split(values: Any) -> list[Numbers]:

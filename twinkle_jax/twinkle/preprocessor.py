@@ -51,10 +51,10 @@ class DataFilter:
 
 
 def _conversation(
-    system: str | None, user: str, assistant: str | None = None, **user_data: Any
+    system: str | None, user: str | None, assistant: str | None = None, **user_data: Any
 ) -> Trajectory:
     """Make a conversation, without a system prompt or an answer that is None."""
-    turns = {"system": system, "user": user, "assistant": assistant}
+    turns = {"system": system, "user": user or "", "assistant": assistant}
     messages: Any = [{"role": role, "content": x} for role, x in turns.items() if x is not None]
     data = Trajectory(user_data=list(user_data.items())) if user_data else Trajectory()
     return {"messages": messages, **data}

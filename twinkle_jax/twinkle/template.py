@@ -1,6 +1,7 @@
 """Twinkle's `template`: what encodes conversations, and the parsers of tool calls."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +19,9 @@ from twinkle_jax.data import (
     parse_react_calls,
 )
 from twinkle_jax.data import Template as BaseTemplate
-from twinkle_jax.data.tokenizer import locate_tokenizer
+from twinkle_jax.data.strict_json import parse_json
+from twinkle_jax.data.tokenizer import Encoded, locate_tokenizer
+from twinkle_jax.twinkle.data_format import user_data_get
 from twinkle_jax.twinkle.names import add_submodules, construct, local_id
 
 
@@ -26,7 +29,8 @@ class Template(BaseTemplate):
     """A [`Template`][twinkle_jax.data.Template] with Twinkle's arguments and keys.
 
     `chat_template` replaces the tokenizer's; `enable_thinking` and any further options are its
-    variables. Features have `attention_mask`, `position_ids` and `length` too.
+    variables. Features have `attention_mask`, `position_ids` and `length` too. With `key_rounds` in
+    `user_data`, only these messages, by their number from 0, have labels.
     """
 
     def __init__(
@@ -63,6 +67,29 @@ class Template(BaseTemplate):
             feature["position_ids"] = np.arange(size)
             feature["length"] = size
         return sources, features
+
+    def _render_chunk(
+        self, trajectories: Sequence[Mapping[str, Any]], prompt: bool
+    ) -> list[tuple[Encoded, list[tuple[int, int]]]]:
+        """Leave out the spans of messages that are not among `key_rounds` of `user_data`."""
+        rendered = super()._render_chunk(trajectories, prompt)
+        if prompt or self.chat_template is None:
+            return rendered
+        kept = []
+        for trajectory, (encoded, spans) in zip(trajectories, rendered, strict=True):
+            rounds = user_data_get(trajectory.get("user_data"), "key_rounds")
+            if isinstance(rounds, list) and rounds:
+                roles = [message["role"] for message in trajectory["messages"]]
+                turns = [i for i, role in enumerate(roles) if role == "assistant"]
+                spans = [span for i, span in zip(turns, spans, strict=True) if i in rounds]
+            kept.append((encoded, spans))
+        return kept
+
+    def _with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        have_calls = any(message.get("tool_calls") for message in messages)
+        if have_calls and self.tool_formats[0] != "deepseek":  # whose template wants text
+            messages = [_decode_calls(message) for message in messages]
+        return super()._with_ids(messages)
 
     def concat_input_feature(
         self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
@@ -103,6 +130,21 @@ class Template(BaseTemplate):
     def batch_decode(self, token_ids: Sequence[Sequence[int]], **options: Any) -> list[str]:
         """Return the texts of several."""
         return [self.decode(ids, **options) for ids in token_ids]
+
+
+def _decode_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Give chat templates the arguments of calls as dictionaries, where a data set has JSON."""
+    calls = message.get("tool_calls")
+    if isinstance(calls, str):
+        calls = parse_json(calls) if calls else []
+    decoded = []
+    for call in calls or ():
+        arguments = call.get("function", {}).get("arguments") or {}
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # broken ones are shown as they are
+                arguments = parse_json(arguments)
+        decoded.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": decoded} if decoded else message
 
 
 def make_template(kind: Any, checkpoint: Any, called: str = "model_id", /, **options: Any) -> Any:

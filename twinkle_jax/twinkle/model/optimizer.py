@@ -105,7 +105,9 @@ def _cosine_warmup(
 
 
 def _linear_warmup(*, num_training_steps: int, num_warmup_steps: int = 0) -> Schedule:
-    return _falling("linear", num_training_steps, warmup_steps=num_warmup_steps)
+    falling = _falling("linear", num_training_steps, warmup_steps=num_warmup_steps)
+    end = max(num_training_steps, num_warmup_steps)  # a warm-up may be all of the training
+    return lambda step, base: falling(step, base) if step < end else 0.0
 
 
 def _falling(name: str, steps: Any, **options: Any) -> Callable[[Any, float], float]:
