@@ -229,6 +229,10 @@ def test_sampled_tokens_are_kept_over_turns(tokenizer):
 
 _ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }} <|end|>\n{% endfor %}"
 _NO_ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+_TWO_ENDS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+    "{{ '<|pad|>' if loop.last and not add_generation_prompt else '<|end|>' }}{% endfor %}"
+)
 _ANSWER = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
@@ -241,6 +245,10 @@ _ANSWER = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
         (_NO_ENDS, "5<|user|>", "5<|user|>6<|assistant|>"),  # as GLM has it
         (_NO_ENDS, "5<|tool|>", "5<|tool|><|user|>6<|assistant|>"),
         (_NO_ENDS, "5", "5<|user|>6<|assistant|>"),
+        (_TWO_ENDS, "5<|pad|>", "5<|pad|><|user|>6<|end|><|assistant|>"),  # as gpt-oss has it
+        (_TWO_ENDS, "5<|tool|>", "5<|tool|><|user|>6<|end|><|assistant|>"),
+        (_TWO_ENDS, "5<|end|>", "5<|end|><|user|>6<|end|><|assistant|>"),
+        (_TWO_ENDS, "5", "5<|end|><|user|>6<|end|><|assistant|>"),
     ],
 )
 def test_a_turn_ends_once(source, sampled, expected):

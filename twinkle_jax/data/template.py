@@ -315,14 +315,27 @@ class Template:
         last, end = turn.get("last"), self._leading_special(tokens)
         if end is None:
             return tokens[1:] if tokens and tokens[0] == last else tokens
-        if tokens[end] != last and last in self.tokenizer.stop_token_ids:
-            # Another token than the template's, such as <|eom_id|>. In some templates the first
-            # special token begins the next message, and nothing ends a turn.
-            with contextlib.suppress(ValueError):  # the template refuses this
-                (alone,) = self._after_last_message([{**turn, "new": []}], prompt=False)
-                usual = self._leading_special(alone)
-                last = last if usual is None else alone[usual]
-        return tokens[end + 1 :] if tokens[end] == last else tokens
+        ended = tokens[end] == last
+        if not ended and last in self.tokenizer.stop_token_ids:
+            # Another token than the template's, such as <|eom_id|>.
+            ended = tokens[end] in self._ends_of_turns(turn)
+        return tokens[end + 1 :] if ended else tokens
+
+    def _ends_of_turns(self, turn: Mapping[str, Any]) -> list[int]:
+        """Find the tokens that end a turn: gpt-oss has one for the last, and one for earlier ones.
+
+        Empty if nothing ends a turn: in some templates the first special token behind it begins
+        the next message.
+        """
+        ends: list[int] = []
+        with contextlib.suppress(ValueError):  # the template refuses this
+            for prompt in (False, True):
+                (alone,) = self._after_last_message([{**turn, "new": []}], prompt=prompt)
+                place = self._leading_special(alone)
+                if place is None:
+                    break
+                ends.append(alone[place])
+        return ends
 
     def _leading_special(self, tokens: list[int]) -> int | None:
         """Find the special token that these begin with, maybe after white space."""
