@@ -48,7 +48,7 @@ def test_grpo_over_rollouts(guessing_policy, gsm8k):
     model = TransformersModel(model_id=guessing_policy, remote_group="model")
     lora = LoraConfig(target_modules="all-linear", r=16, lora_alpha=32, lora_dropout=0.05)
     model.add_adapter_to_model("default", lora, gradient_accumulation_steps=1)
-    model.set_optimizer("AdamW", lr=5e-3)
+    model.set_optimizer("AdamW", lr=1e-3)
     model.set_loss("GRPOLoss", epsilon=0.2, epsilon_high=0.2, beta=0.02, entropy_coef=0.0)
     model.set_template("Qwen3_5Template", model_id=guessing_policy, enable_thinking=False)
     model.add_metric("GRPOMetric", is_training=True, epsilon=0.2, top_k_kl=2)
