@@ -47,7 +47,7 @@ def compiled():
     keys = on_chip(jax.eval_shape(lambda: jax.random.split(jax.random.key(0), ROWS)))
     line = numbers(LINES)
     with jax.numpy_dtype_promotion("standard"):
-        empty = partial(conversations._empty, setup=setup, rows=ROWS, capacity=PAGES)
+        empty = partial(conversations._empty, setup=setup, rows=ROWS, capacity=PAGES, full=FULL)
         cache = on_chip(jax.eval_shape(empty, weights))
         take = partial(conversations.take, setup=setup, capacity=FULL)
         start = partial(conversations.start, setup=setup, slots=ROWS, capacity=PAGES)
