@@ -77,7 +77,7 @@ def test_an_update_takes_the_experts_that_it_replays():
     config = config_of("qwen3_moe")
     policy = POLICY._replace(config=config, params=params_of("qwen3_moe"))
 
-    def needed(replay_routing):
+    def needed(replay_routing, memory=update_memory):
         made = TrainConfig(
             rollout=RolloutConfig(
                 prompts=8, num_samples=2, max_new_tokens=64, max_prompt_tokens=64
@@ -92,12 +92,15 @@ def test_an_update_takes_the_experts_that_it_replays():
             task="task.jsonl",
         )
         recipe = make_recipe(made, policy, lambda trajectories, truths: [])
-        return update_memory(recipe, begin_training(policy.params, recipe.optimizer, None))
+        return memory(recipe, begin_training(policy.params, recipe.optimizer, None))
 
     rows_and_time = 8 * 127
     assert (
         needed("trainer") - needed("none") >= rows_and_time * config.layers * config.experts.chosen
     )
+    # Those that the sampler records: of all rows, in their slots and in what is returned.
+    drawing = needed("sampler", rollout_memory) - needed("none", rollout_memory)
+    assert drawing >= 2 * 2 * rows_and_time * config.layers * config.experts.chosen
 
 
 @pytest.mark.slow

@@ -53,7 +53,7 @@ def settings(folder, server, tmp_path, **changes):
         "reward": LENGTHS,
         "steps": 3,
         "output_dir": str(tmp_path / "run"),
-        "server.url": server.url,
+        "server.url": None if server is None else server.url,
         "rollout.prompts": 2,
         "rollout.num_samples": 4,
         "rollout.max_new_tokens": 8,

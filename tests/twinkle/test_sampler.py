@@ -68,6 +68,8 @@ def test_experts_are_returned_as_vllm_does(checkpoint, tmp_path):
     engine = {"enable_return_routed_experts": True}
     with pytest.raises(ValueError, match="return_routed_experts"):
         vLLMSampler(model_id=checkpoint, engine_args=engine)
+    with pytest.raises(ValueError, match="return_routed_experts"):
+        vLLMSampler(model_id=checkpoint, return_routed_experts=True)
     place = write_checkpoint(tmp_path / "mixture", name="qwen3_moe")
     drawn = vLLMSampler(model_id=place, engine_args=engine).sample(PROMPTS, GREEDY).inputs
     for feature in drawn:

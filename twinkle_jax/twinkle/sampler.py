@@ -61,8 +61,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         self._model_id = model_id = local_id(model_id)
         self._sampler: JaxSampler | ServedSampler
         self._raw: str | None = None  # set: log-probabilities are expected at temperature 1
-        experts = bool(engine.pop("enable_return_routed_experts", False))
-        options["return_routed_experts"] = experts
+        if engine.pop("enable_return_routed_experts", False):
+            options["return_routed_experts"] = True
         if base_url is not None:
             if engine:
                 warn_once("engine_args are the server's, which is started with its own")
