@@ -71,6 +71,15 @@ def test_json_of_arguments_is_decoded(arguments):
         assert template.decode(ids) == 'f{"x": 1}'
 
 
+@pytest.mark.parametrize("call", [{"name": "f", "arguments": "{}"}, "f", {"function": "f"}])
+def test_calls_without_a_function_are_left_to_the_chat_template(call):
+    source = "{% for m in messages %}{{ m.tool_calls[0] | tojson }}{% endfor %}"
+    template = Template(small_tokenizer(), chat_template=source)
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    ids = template.encode({"messages": messages}, add_generation_prompt=True)["input_ids"]
+    assert template.decode(ids) == json.dumps(call)
+
+
 def test_check():
     template = Template(small_tokenizer("12"), max_length=5)
     good = prompt("1")

@@ -139,11 +139,14 @@ def _decode_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
         calls = parse_json(calls) if calls else []
     decoded = []
     for call in calls or ():
-        arguments = call.get("function", {}).get("arguments") or {}
-        if isinstance(arguments, str):
-            with suppress(ValueError):  # broken ones are shown as they are
-                arguments = parse_json(arguments)
-        decoded.append({**call, "function": {**call["function"], "arguments": arguments}})
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):  # another call is for the chat template to read
+            arguments = function.get("arguments") or {}
+            if isinstance(arguments, str):
+                with suppress(ValueError):  # broken ones are shown as they are
+                    arguments = parse_json(arguments)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        decoded.append(call)
     return {**message, "tool_calls": decoded} if decoded else message
 
 
