@@ -23,6 +23,7 @@ from twinkle_jax.training import (
     TrainConfig,
     UpdateConfig,
     begin_training,
+    collect,
     learn,
     make_recipe,
     small_policy,
@@ -212,6 +213,28 @@ def test_credit_of_episodes_and_of_turns_by_hand():
     # Half of what comes a turn later: 1 + 0 + 2/4 against 0 + 1/2, then 0 + 2/2 against 1.
     halved = credited(rollout, credit="turn", discount=0.5)
     np.testing.assert_array_equal(halved[0, 0:6:2], [1.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(("credit_of", "rollouts"), [("episode", 2), ("turn", 1), ("mixed", 1)])
+def test_dynamic_sampling_looks_at_turns_if_these_are_credited(credit_of, rollouts):
+    """Both episodes have the return 1, but from the second turn on 0 and 1."""
+
+    class Source:
+        def sample(self, params, prompts, key):
+            return rollout_of([[1.0, 0.0], [0.0, 1.0]])
+
+        def score(self, rollout):
+            return rollout
+
+    settings = TrainConfig(
+        environment=f"{GAMES}:Guess",
+        rollout=RolloutConfig(prompts=1, num_samples=2, max_turns=3),
+        update=UpdateConfig(advantage="rloo", credit=credit_of, mini_batches=1, dynamic_sampling=2),
+    )
+    recipe = make_recipe(settings, small_policy(0), None, environment=object)
+    recipe = recipe._replace(source=Source())
+    _, drawn = collect(recipe, {}, lambda: None, jax.random.key(0))
+    assert len(drawn) == rollouts
 
 
 def test_gdpo_does_not_take_the_sum_of_an_environments_reward_and_another():

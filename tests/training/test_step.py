@@ -480,6 +480,19 @@ def test_gdpo_compares_each_reward_by_itself():
     assert not np.allclose(expected, gdpo_advantage(drawn.scores, SAMPLES))
 
 
+@pytest.mark.parametrize(("advantage", "weight", "rollouts"),
+                         [("gdpo", 1.0, 1), ("gdpo", 0.0, 2), ("grpo", 1.0, 2)])  # fmt: skip
+def test_dynamic_sampling_looks_at_what_is_compared(advantage, weight, rollouts):
+    """Two rewards that always add up to 1: GDPO can learn from them if it weighs them."""
+    short_ones = FunctionReward(lambda text, truth: float(len(text) <= 2))
+    rewards = {"long": long_ones, "short": short_ones}
+    weighted = WeightedReward(rewards, {"long": weight, "short": weight})
+    few = dataclasses.replace(ROLLOUT, prompts=1)
+    made = recipe(weighted, rollout=few, advantage=advantage, dynamic_sampling=2, mini_batches=1)
+    _, drawn = collect(made, POLICY.params, lambda: PROMPTS, jax.random.key(0))
+    assert len(drawn) == rollouts
+
+
 def test_rewards_are_logged_one_by_one():
     both = WeightedReward(
         {"long": long_ones, "half": FunctionReward(lambda text, truth: 0.5)},

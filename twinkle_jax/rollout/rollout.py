@@ -229,7 +229,9 @@ def with_advantages(
 # Dynamic sampling: rollouts until enough prompts have something to learn from.
 
 
-def has_signal(rollout: Rollout, num_samples: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def has_signal(
+    rollout: Rollout, num_samples: int, compared: np.ndarray[Any, Any] | None = None
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
     """Mark the prompts whose rewards differ, so that their advantages are not all 0.
 
     The rule is that of [`group_statistics`][twinkle_jax.advantage.group_statistics], computed on
@@ -238,15 +240,20 @@ def has_signal(rollout: Rollout, num_samples: int) -> np.ndarray[Any, np.dtype[n
     Args:
         rollout: with rewards.
         num_samples: completions of each prompt.
+        compared: what advantages compare instead of one reward a trajectory, float32, such as
+            several rewards or the returns of turns: [trajectories, numbers], NaN for no number.
+            It is enough that one column differs.
     """
-    rewards = rollout.scores.reshape(-1, num_samples)
-    counted = rollout.counted
-    kept = np.ones(rewards.shape, bool) if counted is None else counted.reshape(rewards.shape)
+    rewards = rollout.scores[:, None] if compared is None else compared
+    rewards = rewards.reshape(-1, num_samples, rewards.shape[1])
+    kept = ~np.isnan(rewards)
+    if rollout.counted is not None:
+        kept &= rollout.counted.reshape(-1, num_samples, 1)
     highest = rewards.max(axis=1, where=kept, initial=-np.inf)
     lowest = rewards.min(axis=1, where=kept, initial=np.inf)
     with np.errstate(invalid="ignore", over="ignore"):  # groups without a kept reward; overflow
         rounding = NOISE_ULPS * np.spacing(np.maximum(np.abs(highest), np.abs(lowest)))
-        return np.asarray(highest - lowest > rounding)
+        return np.asarray(np.any(highest - lowest > rounding, axis=1))
 
 
 def draw_until_signal(
@@ -255,6 +262,7 @@ def draw_until_signal(
     prompts: int,
     num_samples: int,
     rollouts: int,
+    compared: Callable[[Rollout], np.ndarray[Any, Any] | None] = lambda _: None,
 ) -> tuple[Rollout, list[Rollout]]:
     """Draw rollouts until enough prompts have a signal.
 
@@ -263,6 +271,7 @@ def draw_until_signal(
         prompts: prompts of an update.
         num_samples: completions of each prompt.
         rollouts: maximum number of rollouts; 1 takes the first as it is.
+        compared: returns what advantages compare, see `has_signal`; None: the rewards.
 
     Returns:
         The rollout to train on, and all rollouts. If too few prompts have a signal after the last
@@ -274,10 +283,10 @@ def draw_until_signal(
     drawn = [draw(0)]
     if rollouts == 1:
         return drawn[0], drawn
-    signals = [has_signal(drawn[0], num_samples)]
+    signals = [has_signal(drawn[0], num_samples, compared(drawn[0]))]
     while sum(map(np.sum, signals)) < prompts and len(drawn) < rollouts:
         drawn.append(draw(len(drawn)))
-        signals.append(has_signal(drawn[-1], num_samples))
+        signals.append(has_signal(drawn[-1], num_samples, compared(drawn[-1])))
     chosen = np.argsort(~np.concatenate(signals), kind="stable")[:prompts].astype(np.int32)
     return _choose(drawn, chosen, num_samples), drawn
 

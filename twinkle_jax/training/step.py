@@ -116,6 +116,7 @@ def collect(
         prompts=rollout.prompts,
         num_samples=rollout.num_samples,
         rollouts=update.dynamic_sampling,
+        compared=partial(_compared, recipe),
     )
     advantages = credit(recipe, chosen)
     shown = advantages
@@ -158,7 +159,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
         )
 
     if recipe.estimator.compares_parts and rollout.reward_parts:
-        parts = np.stack([*rollout.reward_parts.values()], axis=1)
+        parts = _parts(rollout)
         known = ~np.isnan(parts)  # some rewards may not apply to a row
         where = known if counted is None else known & counted[:, None]
         weights = np.asarray([rollout.reward_weights[x] for x in rollout.reward_parts], np.float32)
@@ -194,6 +195,25 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     if config.update.credit == "turn":
         return advantages
     return (advantages + of_episodes[:, None]) / 2
+
+
+def _parts(rollout: Rollout) -> np.ndarray[Any, Any]:
+    return np.stack([*rollout.reward_parts.values()], axis=1)
+
+
+def _compared(recipe: Recipe, rollout: Rollout) -> np.ndarray[Any, Any]:
+    """Return what `credit` compares within a group, for `has_signal`."""
+    columns = [rollout.scores[:, None]]
+    if recipe.estimator.compares_parts and rollout.reward_parts:
+        weighs = [rollout.reward_weights[name] != 0 for name in rollout.reward_parts]
+        columns = [np.where(weighs, _parts(rollout), np.float32(np.nan))]
+    if rollout.episodes is not None and recipe.config.update.credit != "episode":
+        discount, longest = recipe.config.update.discount, recipe.config.rollout.max_turns
+        returns = np.full((len(rollout.episodes), longest), np.nan, np.float32)
+        for row, episode in zip(returns, rollout.episodes, strict=True):
+            row[: len(episode.turns)] = episode.returns(discount)
+        columns.append(returns)
+    return np.concatenate(columns, axis=1)
 
 
 def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], None]) -> Rollout:
