@@ -717,9 +717,34 @@ def test_a_rollout_whose_episodes_all_failed_has_no_experts_to_name():
 def test_a_prompt_that_is_too_long_or_missing_is_named():
     with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens=3"):
         sample(games.Guess, max_prompt_tokens=3)
+    with pytest.raises(ValueError, match=r"rollout\.max_episode_tokens=7 tokens, got 7"):
+        sample(games.Guess, max_episode_tokens=7)
     silent = type("Silent", (games.Guess,), {"reset": lambda self, row, seed: None})
     with pytest.raises(ValueError, match="reset"):
         sample(silent)
+
+
+@pytest.mark.parametrize("history", ["append", "template"])
+def test_an_observation_that_the_chat_template_rejects_fails_its_episode(history):
+    """The others go on; a prompt that it rejects ends the call."""
+    strict = (
+        "{% for m in messages if m['content'] == '-' %}{{ raise_exception('no -') }}{% endfor %}"
+    )
+    tokenizer = small_tokenizer("0123456789+-*()=", chat_template=strict + CHAT_TEMPLATE)
+    settings = {"template": Template(tokenizer), "history": history, "max_failed": 1.0}
+    rejected = sample(games.Guess, **settings).episodes
+    assert {e.ended for e in rejected} > {"failed"}
+    for one, other in zip(rejected, sample(games.Guess, history=history).episodes, strict=True):
+        guessed_too_high = any(m["content"] == "-" for m in other.messages[:-1])
+        assert one.failed == guessed_too_high
+        if one.failed:
+            assert (one.cause, one.attempts) == ("reply", 2)
+            assert "no -" in one.error
+        else:
+            assert one.rows == other.rows
+    opening = type("Opening", (games.Guess,), {"reset": lambda self, row, seed: "-"})
+    with pytest.raises(ValueError, match="no -"):
+        sample(opening, **settings)
 
 
 def test_what_an_environment_says_first_joins_the_users_message():

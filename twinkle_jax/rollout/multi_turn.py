@@ -54,8 +54,9 @@ class MultiTurn:
 
     All episodes of a prompt are reset with the same seed, derived from the key of the call. If an
     environment raises, times out, loses its connection or returns something invalid, its episode is
-    restarted once with the same seed. If it fails again, the episode has no labels and is excluded
-    from statistics. A failure never becomes an episode with reward 0.
+    restarted once with the same seed. Invalid are also messages that the chat template rejects. If
+    it fails again, the episode has no labels and is excluded from statistics. A failure never
+    becomes an episode with reward 0.
 
     With several processes, each plays an equal share of the episodes and sends the others what its
     environments answer. So all processes have all episodes, and ask the engine for the same turns.
@@ -173,7 +174,7 @@ class MultiTurn:
             The episodes, including failed ones; those of a prompt are consecutive.
 
         Raises:
-            ValueError: if a prompt is too long, or the chat template rejects a conversation.
+            ValueError: if a prompt is too long, or the chat template rejects it.
         """
         settings = self.settings
         count = len(prompts) * settings.num_samples
@@ -214,9 +215,11 @@ class MultiTurn:
         """Encode the observations of these episodes, all at once."""
         for episode in running:
             episode.join_messages()
-        encoded = _gather("encoding observations", running, self._encode)
+        encoded = _gather("encoding observations", running, self._encode_each)
         for episode, tokens in zip(running, encoded, strict=True):
-            if self._appends(episode):
+            if isinstance(tokens, str):
+                episode.fail("reply", tokens)
+            elif self._appends(episode):
                 episode.read(tokens)
             else:
                 episode.replace_conversation(tokens)
@@ -225,9 +228,20 @@ class MultiTurn:
         """Whether the observation is encoded alone, not the whole conversation."""
         return self.settings.history == "append" and bool(episode.record.turns)
 
+    def _encode_each(self, running: "list[_RunningEpisode]") -> list[list[int] | str]:
+        """Return the tokens of each episode, or why the chat template rejects what it observed."""
+        try:
+            return [*self._encode(running)]
+        except ValueError as error:
+            if len(running) > 1:
+                return [x for episode in running for x in self._encode_each([episode])]
+            if not running or not running[0].record.turns:
+                raise  # about the prompts
+            return [describe_failure(error)]
+
     def _encode(self, running: "list[_RunningEpisode]") -> list[list[int]]:
         """Return the tokens of whole conversations, or of the observation after a turn."""
-        template, longest = self.engine.template, self.settings.max_prompt_tokens
+        template = self.engine.template
         appended = [episode for episode in running if self._appends(episode)]
         rendered = [episode for episode in running if not self._appends(episode)]
         turns = [
@@ -242,13 +256,21 @@ class MultiTurn:
         tokens = dict(zip([e.number for e in appended], template.continuations(turns), strict=True))
         encoded = _encode_conversations(template, rendered)
         for episode, row in zip(rendered, encoded, strict=True):
-            if not episode.record.turns and len(row) > longest:
-                raise ValueError(
-                    "the conversation before the first turn must have at most "
-                    f"rollout.max_prompt_tokens={longest} tokens, got {len(row)}"
-                )
+            if not episode.record.turns:
+                self._check_prompt(len(row))
             tokens[episode.number] = row
         return [tokens[episode.number] for episode in running]
+
+    def _check_prompt(self, length: int) -> None:
+        settings, limit = self.settings, ""
+        if length > settings.max_prompt_tokens:
+            limit = f"at most rollout.max_prompt_tokens={settings.max_prompt_tokens}"
+        elif length >= settings.max_episode_tokens:
+            limit = f"fewer than rollout.max_episode_tokens={settings.max_episode_tokens}"
+        if limit:
+            raise ValueError(
+                f"the conversation before the first turn must have {limit} tokens, got {length}"
+            )
 
     def _draw(
         self,
@@ -452,7 +474,7 @@ class _RunningEpisode:
         self.seconds += reply.seconds
         self.record.seconds = self.seconds
         if reply.cause:
-            self._fail(reply.cause, reply.error)
+            self.fail(reply.cause, reply.error)
         elif self._end_reason:
             self.record.final_reward = reply.value
             self.record.ended, self.stage = self._end_reason, "ended"
@@ -478,7 +500,8 @@ class _RunningEpisode:
         self._end_reason = reason
         self._call(self.session.final_reward)
 
-    def _fail(self, cause: str, error: str) -> None:
+    def fail(self, cause: str, error: str) -> None:
+        """Restart the episode once; the second failure ends it."""
         self.close()
         if self.record.attempts < _MAX_ATTEMPTS:
             self._start(self.record.attempts + 1)
