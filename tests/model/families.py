@@ -25,6 +25,8 @@ NAMES = (
     "gemma2",
     "qwen2",
     "qwen3_5_text",
+    "qwen3_next",
+    "glm4",
     "qwen3_moe",
     "gemma3_text",
     "gemma4_text",
@@ -40,6 +42,10 @@ ALL = (
     "llama",
     "olmo2",
     "mistral",
+    "glm",
+    "seed_oss",
+    "olmoe",
+    "qwen2_moe",
     "qwen3_5_moe_text",
     *NAMES,
 )  # every row of the table of families, for configurations and checkpoints
@@ -140,6 +146,8 @@ _OLMO3 = {  # windows that rows of seven tokens are longer than
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _OWN = {"qwen3_moe": _EXPERTS | {"norm_topk_prob": True}}
 _OWN |= {"qwen3_5_moe_text": _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 28}}
+_OWN["qwen3_next"] = _LINEAR | _EXPERTS | {"shared_expert_intermediate_size": 28}
+_OWN["qwen2_moe"] = _EXPERTS | {"shared_expert_intermediate_size": 28}
 _OWN |= {"qwen3_5_text": _LINEAR, "gemma3_text": _SLIDING, "gemma2": _CAPPED}
 # transformers' defaults are beyond the small vocabulary
 _NO_ENDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -158,7 +166,9 @@ _OWN["gemma4_text small"] = _GEMMA4 | {  # E2B's kind: the last two layers reuse
     "hidden_size_per_layer_input": 12,
     "vocab_size_per_layer_input": 48,
 }
-_OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3}
+_OWN |= {"olmo2": _NO_ENDS, "olmo3": _NO_ENDS | _OLMO3, "seed_oss": _NO_ENDS}
+_OWN["olmoe"] = _NO_ENDS | {"num_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 16}
+_OWN["olmoe"] |= {"hidden_size": 32}  # as many as four heads of 8
 _OWN |= {"smollm3": _NO_ENDS | {"num_hidden_layers": 4, "no_rope_layers": [1, 0, 0, 1]}}
 _OWN["phi3"] = _NO_ENDS | {  # four of six entries of a head are rotated
     "head_dim": 6,
@@ -172,6 +182,10 @@ _OWN["phi3"] = _NO_ENDS | {  # four of six entries of a head are rotated
     },
     "original_max_position_embeddings": 128,
 }
+_OWN["glm"] = _NO_ENDS | {  # four of eight entries of a head are rotated
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
+}
+_OWN["glm4"] = _OWN["glm"]
 _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's width says
     "embedding_multiplier": 3.3,
     "attention_multiplier": 0.21,

@@ -212,6 +212,9 @@ def rotated(x: np.ndarray, place: int, a: AttentionConfig) -> np.ndarray:
     if isinstance(a.rope_scaling, LongRopeScaling):
         s = a.rope_scaling
         turn *= np.sqrt(1 + np.log(s.max_length / s.original_length) / np.log(s.original_length))
+    if a.interleaved:
+        z = (x[:dim:2] + 1j * x[1:dim:2]) * turn
+        return np.concatenate([np.stack([z.real, z.imag], axis=1).reshape(-1), x[dim:]])
     z = (x[:half] + 1j * x[half:dim]) * turn
     return np.concatenate([z.real, z.imag, x[dim:]])
 
@@ -280,16 +283,26 @@ def _attention(
 
 def _delta_net(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:
     d, time = config.delta_net, len(y)
-    mixed, kernel = y @ w["in_proj_qkv"]["kernel"], w["conv1d"]["kernel"]
+    kernel = w["conv1d"]["kernel"]
+    if d.by_key_head:
+        ends = np.cumsum([d.key_dim, d.key_dim, d.value_heads // d.key_heads * d.value_dim])
+        heads = (y @ w["in_proj_qkvz"]["kernel"]).reshape(time, d.key_heads, -1)
+        *parts, gate = (x.reshape(time, -1) for x in np.split(heads, ends, axis=2))
+        mixed = np.concatenate(parts, axis=1)
+        heads = (y @ w["in_proj_ba"]["kernel"]).reshape(time, d.key_heads, 2, -1)
+        strength, step = (heads[:, :, i].reshape(time, -1) for i in (0, 1))
+    else:
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        mixed, gate, strength, step = (y @ w[name]["kernel"] for name in names)
     padded = np.concatenate([np.zeros((d.kernel - 1, d.channels)), mixed])
     convolved = silu(np.stack([(padded[t : t + d.kernel] * kernel).sum(0) for t in range(time)]))
     wide = d.key_heads * d.key_dim
     query = convolved[:, :wide].reshape(time, d.key_heads, -1)
     key = convolved[:, wide : 2 * wide].reshape(time, d.key_heads, -1)
     value = convolved[:, 2 * wide :].reshape(time, d.value_heads, -1)
-    strength = 1 / (1 + np.exp(-(y @ w["in_proj_b"]["kernel"])))
-    decay = -np.exp(w["A_log"]) * np.log1p(np.exp(y @ w["in_proj_a"]["kernel"] + w["dt_bias"]))
-    gate = (y @ w["in_proj_z"]["kernel"]).reshape(time, d.value_heads, -1)
+    strength = 1 / (1 + np.exp(-strength))
+    decay = -np.exp(w["A_log"]) * np.log1p(np.exp(step + w["dt_bias"]))
+    gate = gate.reshape(time, d.value_heads, -1)
     out = np.zeros((time, d.value_heads, d.value_dim))
     for head in range(d.value_heads):
         group = head // (d.value_heads // d.key_heads)

@@ -42,7 +42,7 @@ TEMPLATE = Template(small_tokenizer("0123456789+-*()="))
 END = TEMPLATE.tokenizer.eos_token_id
 CASES = (
     *("qwen3", "gemma3_text", "llama", "mistral", "phi3", "qwen2", "olmo2", "olmo3", "smollm3"),
-    *("qwen3_5_text", "qwen3_moe", "gpt_oss"),
+    *("qwen3_5_text", "qwen3_moe", "gpt_oss", "glm4"),
 )  # those that transformers has as models for sequence classification
 
 

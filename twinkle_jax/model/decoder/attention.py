@@ -170,11 +170,12 @@ def project_heads(
     def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
+    turn = partial(rotate, table=rotary, interleaved=a.interleaved)
     query, *rest = project_all(x, weights, "qkv_proj")
     if not rest:  # no family that reuses keys and values has an output gate, joint norms or sinks
         query = heads(query, a.query_heads)
         query = norm(config, query, weights["q_norm"]) if a.qk_norm else query
-        return Heads(rotate(query, rotary), None, None)
+        return Heads(turn(query), None, None)
     key, value = rest[0], rest[0] if a.shared_values else rest[1]
     if a.joint_qk_norm:
         query, key = norm(config, query, weights["q_norm"]), norm(config, key, weights["k_norm"])
@@ -189,7 +190,7 @@ def project_heads(
     if a.value_norm:
         value = rms_norm(value, None, epsilon=config.norm_epsilon)
     sinks = rounded(weights["sinks"], x.dtype) if a.sinks else None
-    return Heads(rotate(query, rotary), (rotate(key, rotary), value), gate, sinks)
+    return Heads(turn(query), (turn(key), value), gate, sinks)
 
 
 def project_out(

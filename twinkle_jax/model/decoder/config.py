@@ -127,6 +127,8 @@ class AttentionConfig:
         key_value_heads: number of heads of keys and values.
         head_dim: width of one head; the heads together need not be as wide as the model.
         rotary_dim: how many of the first entries of a head are rotated.
+        interleaved: whether the two entries of a pair are neighbours; otherwise they are half of
+            `rotary_dim` apart.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: scaling of the wavelengths; None for none.
         query_width: logits are divided by its square root; None: `head_dim`.
@@ -149,6 +151,7 @@ class AttentionConfig:
     head_dim: int
     rotary_dim: int
     rope_theta: float
+    interleaved: bool = False
     bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
@@ -191,6 +194,9 @@ class DeltaNetConfig:
         key_dim: width of one key head.
         value_dim: width of one value head.
         kernel: length of the causal depthwise convolution, in tokens.
+        by_key_head: whether one projection makes the queries, keys, values and gates of each key
+            head, one after the other, and another one strengths and decays; otherwise there are
+            four.
     """
 
     key_heads: int
@@ -198,6 +204,7 @@ class DeltaNetConfig:
     key_dim: int
     value_dim: int
     kernel: int
+    by_key_head: bool = False
 
     @property
     def channels(self) -> int:
@@ -440,8 +447,9 @@ class Family:
     Attributes:
         architecture: transformers' class, written into exported configurations.
         head_dim: default width of a head; None: the model's width divided by the number of heads.
-        fixed_bias: whether queries, keys and values always have a bias and the output projection
-            never does; otherwise `attention_bias` switches all four.
+        fixed_bias: whether queries, keys and values always have a bias; otherwise `attention_bias`
+            says it.
+        output_bias: whether the output projection has one if they do.
         qk_norm: whether queries and keys are normalised.
         joint_qk_norm: whether that norm is over all heads together.
         output_gate: whether attention has an output gate.
@@ -455,9 +463,12 @@ class Family:
         centred_norms: whether norms are stored as their distance from 1.
         float32_norms: whether norms multiply by their weight in float32.
         linear_layers: whether layers may be linear; their keys are `linear_…`.
+        linear_by_key_head: whether their projections are stored by key head.
         experts: whether feed-forward layers consist of experts.
-        shared_expert: whether all tokens go through one more expert; the weights of the chosen ones
-            then always add up to 1.
+        expert_width: key of the width of an expert.
+        normalised: whether the weights of the chosen experts always add up to 1; otherwise
+            `norm_topk_prob` says it.
+        shared_expert: whether all tokens go through one more expert.
         added_experts: whether experts are added to dense feed-forward layers where
             `enable_moe_block` is true.
         clamped_experts: whether feed-forward layers consist of experts with `swiglu_limit`, which
@@ -476,6 +487,7 @@ class Family:
             them.
         input_norms: whether the inputs of attention and feed-forward are normalised.
         output_norms: whether their outputs are.
+        norm_names: names of these norms in checkpoints, where they are not Gemma's.
         scaled_embedding: whether embeddings are multiplied by the square root of the model's width.
         multipliers: whether keys say what embeddings, attention logits, outputs of half a layer
             and logits are multiplied or divided by; each is 1 by default.
@@ -483,6 +495,7 @@ class Family:
         activation: the value that it must have.
         rotary_part: default fraction of a head that is rotated; None: the whole head, and no other
             value is supported.
+        interleaved: whether rotated pairs are neighbours.
         rope_types: supported values of `rope_type`.
         defaults: values of missing keys, where transformers' defaults differ for this family.
         other_keys: keys that no other family has, and the values with which they change nothing.
@@ -493,6 +506,7 @@ class Family:
     architecture: str
     head_dim: int | None = None
     fixed_bias: bool = False
+    output_bias: bool = True
     qk_norm: bool = False
     joint_qk_norm: bool = False
     output_gate: bool = False
@@ -503,7 +517,10 @@ class Family:
     centred_norms: bool = False
     float32_norms: bool = False
     linear_layers: bool = False
+    linear_by_key_head: bool = False
     experts: bool = False
+    expert_width: str = "moe_intermediate_size"
+    normalised: bool = False
     shared_expert: bool = False
     added_experts: bool = False
     clamped_experts: bool = False
@@ -518,11 +535,13 @@ class Family:
     unrotated_interval: int | None = None
     input_norms: bool = True
     output_norms: bool = False
+    norm_names: Mapping[str, str] = field(default_factory=dict)
     scaled_embedding: bool = False
     multipliers: bool = False
     activation_key: str = "hidden_act"
     activation: Activation = "silu"
     rotary_part: float | None = None
+    interleaved: bool = False
     rope_types: tuple[str, ...] = ("default", "yarn")
     defaults: Mapping[str, Any] = field(default_factory=dict)
     other_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -567,6 +586,24 @@ _QWEN3_5 = Family(
     },
     enclosing="qwen3_5",
     carried=("model.visual.", "visual.", "mtp.", "model.mtp."),
+)
+_GLM = Family(
+    "GlmForCausalLM",
+    head_dim=128,
+    output_bias=False,
+    fused=("gate_up_proj",),
+    rotary_part=0.5,
+    interleaved=True,
+    defaults={
+        "vocab_size": 151_552,
+        "hidden_size": 4096,
+        "intermediate_size": 13_696,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+    },
 )
 _PHI3_CODE = {
     "AutoConfig": "configuration_phi3.Phi3Config",
@@ -662,6 +699,49 @@ FAMILIES: dict[str, Family] = {
         window_pattern=4,
         defaults={**_OLMO2.defaults, "rope_theta": 5e5},
     ),
+    "glm": _GLM,
+    "glm4": replace(
+        _GLM,
+        architecture="Glm4ForCausalLM",
+        output_norms=True,
+        norm_names={
+            "post_attention_layernorm": "post_self_attn_layernorm",
+            "pre_feedforward_layernorm": "post_attention_layernorm",
+            "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        qk_norm=True,
+        joint_qk_norm=True,
+        experts=True,
+        expert_width="intermediate_size",
+        defaults={
+            "vocab_size": 50_304,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+        other_keys={"clip_qkv": (None,), "output_router_logits": (False,)},
+    ),
+    "seed_oss": Family(
+        "SeedOssForCausalLM",
+        head_dim=128,
+        output_bias=False,
+        defaults={"num_key_value_heads": 8, "attention_bias": True},
+        other_keys={
+            "attention_out_bias": (False,),
+            "mlp_bias": (False,),
+            "pretraining_tp": (1,),
+            # Dropout of the pretraining: there is none here.
+            "attention_dropout": (0.1, 0.0, 0, None),
+            "residual_dropout": (0.1, 0.0, 0, None),
+        },
+    ),
     "mistral": Family(
         "MistralForCausalLM",
         uniform_window=True,
@@ -702,6 +782,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         "Qwen2ForCausalLM",
         fixed_bias=True,
+        output_bias=False,
         window_keys=True,
         other_keys={"use_mrope": (False,)},
     ),
@@ -721,11 +802,37 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": (0,),
         },
     ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        fixed_bias=True,
+        output_bias=False,
+        experts=True,
+        shared_expert=True,
+        window_keys=True,
+        defaults={"num_key_value_heads": 16},
+        other_keys={
+            **_EXPERTS_EVERYWHERE,
+            "use_sliding_window": (False,),
+            "qkv_bias": (True,),
+        },
+    ),
+    "qwen3_next": replace(
+        _QWEN3_5,
+        architecture="Qwen3NextForCausalLM",
+        linear_by_key_head=True,
+        experts=True,
+        shared_expert=True,
+        defaults={"norm_topk_prob": True, "num_key_value_heads": 2},
+        other_keys={**_EXPERTS_EVERYWHERE, "use_sliding_window": (False,)},
+        enclosing=None,
+        carried=("mtp.",),
+    ),
     "qwen3_5_text": _QWEN3_5,
     "qwen3_5_moe_text": replace(
         _QWEN3_5,
         architecture="Qwen3_5MoeForCausalLM",
         experts=True,
+        normalised=True,
         shared_expert=True,
         other_keys={**_QWEN3_5.other_keys, **_EXPERTS_EVERYWHERE},
         enclosing="qwen3_5_moe",
@@ -765,6 +872,7 @@ FAMILIES: dict[str, Family] = {
         layer_scalars=True,
         soft_caps=("final_logit_softcapping",),
         added_experts=True,
+        normalised=True,
         float32_norms=True,
         window_pattern=6,
         output_norms=True,
@@ -809,6 +917,8 @@ FAMILIES: dict[str, Family] = {
         head_dim=64,
         sinks=True,
         clamped_experts=True,
+        expert_width="intermediate_size",
+        normalised=True,
         float32_norms=True,
         window_pattern=2,
         rope_by_kind=False,

@@ -59,7 +59,8 @@ def delta_net(
     With a `state`, the tokens continue the rows that it comes from, as one segment.
     """
     batch, time = mask.shape
-    mixed = project(x, weights["in_proj_qkv"]).reshape(batch, time, -1)
+    projected = _project_in(x, weights, config)
+    mixed = projected.mixed.reshape(batch, time, -1)
     kernel = rounded(weights["conv1d"]["kernel"], x.dtype)
     past = kernel.shape[0] - 1
     if state is None:
@@ -69,7 +70,7 @@ def delta_net(
         padded = jnp.concatenate([state.window.astype(x.dtype), mixed], axis=1)
         taps = [padded[:, i : i + time] for i in range(len(kernel))]
     convolved = _convolve(taps, kernel)
-    inputs = _inputs(x, weights, config, convolved)
+    inputs = _inputs(projected, weights, config, convolved)
     inputs = inputs._replace(
         log_decay=jnp.where(mask[:, :, None], inputs.log_decay, 0),
         strength=jnp.where(mask[:, :, None], inputs.strength, 0),
@@ -78,7 +79,8 @@ def delta_net(
     length = jnp.sum(mask, axis=1, dtype=jnp.int32)
     columns = length[:, None] + jnp.arange(past, dtype=jnp.int32)[None]
     window = jnp.take_along_axis(padded, columns[:, :, None], axis=1)
-    return _project_out(out, x, weights, epsilon), DeltaState(window, memory)
+    out = _project_out(rounded(out, x.dtype), projected.gate, weights, epsilon)
+    return out, DeltaState(window, memory)
 
 
 def delta_net_step(
@@ -90,13 +92,14 @@ def delta_net_step(
     epsilon: float,
 ) -> tuple[Float[Array, "batch width"], DeltaState]:
     """Mix one more token per row."""
-    mixed = project(x, weights["in_proj_qkv"])[:, None]
-    window = jnp.concatenate([state.window.astype(x.dtype), mixed], axis=1)
+    projected = _project_in(x, weights, config)
+    window = jnp.concatenate([state.window.astype(x.dtype), projected.mixed[:, None]], axis=1)
     kernel = rounded(weights["conv1d"]["kernel"], x.dtype)
     convolved = _convolve(jnp.split(window, len(kernel), axis=1), kernel)
-    inputs = _inputs(x, weights, config, convolved)
+    inputs = _inputs(projected, weights, config, convolved)
     out, memory = delta_rule_step(state.memory, inputs)
-    return _project_out(out, x, weights, epsilon), DeltaState(window[:, 1:], memory)
+    out = _project_out(rounded(out, x.dtype), projected.gate, weights, epsilon)
+    return out, DeltaState(window[:, 1:], memory)
 
 
 def linear_step(
@@ -152,13 +155,38 @@ def _convolve(
     return jax.nn.silu(sum(others, oldest))
 
 
+class _Projected(NamedTuple):
+    """What a token's row is projected to: queries, keys and values, and numbers of value heads."""
+
+    mixed: Float[Array, "tokens channels"]
+    gate: Float[Array, "tokens values"]
+    strength: Float[Array, "tokens heads"]
+    decay: Float[Array, "tokens heads"]
+
+
+def _project_in(
+    x: Float[Array, "tokens width"], weights: Mapping[str, Any], config: DeltaNetConfig
+) -> _Projected:
+    if not config.by_key_head:
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return _Projected(*(project(x, weights[name]) for name in names))
+    key, groups = config.key_dim, config.value_heads // config.key_heads
+
+    def split(name: str, *ends: int) -> list[Array]:
+        heads = project(x, weights[name]).reshape(len(x), config.key_heads, -1)
+        return [part.reshape(len(x), -1) for part in jnp.split(heads, ends, axis=-1)]
+
+    *mixed, gate = split("in_proj_qkvz", key, 2 * key, 2 * key + groups * config.value_dim)
+    return _Projected(jnp.concatenate(mixed, axis=-1), gate, *split("in_proj_ba", groups))
+
+
 def _inputs(
-    x: Float[Array, "tokens width"],
+    projected: _Projected,
     weights: Mapping[str, Any],
     config: DeltaNetConfig,
     convolved: Float[Array, "batch time channels"],
 ) -> DeltaInputs:
-    """Split the convolved channels into heads; compute decay and strength from the rows."""
+    """Split the convolved channels into heads; compute decay and strength."""
     batch, time, _ = convolved.shape
     keys, groups = config.key_heads * config.key_dim, config.value_heads // config.key_heads
     query, key, value = (
@@ -170,10 +198,10 @@ def _inputs(
         )
     )
     query, key = (jnp.repeat(unit(y), groups, axis=2) for y in (query, key))
-    step = project(x, weights["in_proj_a"]).astype(jnp.float32)
+    step = projected.decay.astype(jnp.float32)
     step = jax.nn.softplus(step + weights["dt_bias"].astype(jnp.float32)[None])
     log_decay = -jnp.exp(weights["A_log"].astype(jnp.float32))[None] * step
-    strength = jax.nn.sigmoid(project(x, weights["in_proj_b"]).astype(jnp.float32))
+    strength = jax.nn.sigmoid(projected.strength.astype(jnp.float32))
     return DeltaInputs(
         query=query * config.key_dim**-0.5,
         key=key,
@@ -190,15 +218,15 @@ def unit(x: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
 
 def _project_out(
     out: Float[Array, "batch time heads value"],
-    x: Float[Array, "tokens width"],
+    gate: Float[Array, "tokens values"],
     weights: Mapping[str, Any],
     epsilon: float,
 ) -> Float[Array, "tokens width"]:
-    """Normalise each head, gate it by the input row, and project it back."""
-    gate = project(x, weights["in_proj_z"]).astype(jnp.float32)
-    normed = rms_norm(rounded(out, x.dtype), weights["norm"]["scale"], epsilon=epsilon)
-    gated = normed.reshape(gate.shape).astype(jnp.float32) * jax.nn.silu(gate)
-    return project(rounded(gated, x.dtype), weights["out_proj"])
+    """Normalise each head, gate it, and project it back."""
+    normed = rms_norm(out, weights["norm"]["scale"], epsilon=epsilon)
+    opened = jax.nn.silu(gate.astype(jnp.float32))
+    gated = normed.reshape(gate.shape).astype(jnp.float32) * opened
+    return project(rounded(gated, out.dtype), weights["out_proj"])
 
 
 # The gated delta rule.

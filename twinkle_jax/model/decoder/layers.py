@@ -399,11 +399,19 @@ def table_of(tables: tuple[RotaryTable, ...], second: Bool[Array, ""] | bool) ->
 def rotate(
     x: Float[Array, "batch time heads width"],
     table: RotaryTable,
+    *,
+    interleaved: bool = False,
 ) -> Float[Array, "batch time heads width"]:
-    """Rotate the first entries of each head, entry i with entry i + half; keep the others."""
+    """Rotate the first entries of each head, entry i with entry i + half; keep the others.
+
+    With `interleaved` these are entries 2i and 2i + 1, and return as i and i + half: queries and
+    keys change places alike, so that their products are what they were.
+    """
     cos, sin = table
     half = cos.shape[-1]
     first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
+    if interleaved:
+        first, second = x[..., : 2 * half : 2], x[..., 1 : 2 * half : 2]
     a, b = first.astype(jnp.float32), second.astype(jnp.float32)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
     rotated = rounded(rotated, x.dtype)

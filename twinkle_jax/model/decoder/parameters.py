@@ -172,6 +172,8 @@ def _delta_net(config: DecoderConfig) -> list[Parameter]:
         "in_proj_b": d.value_heads,
         "in_proj_a": d.value_heads,
     }
+    if d.by_key_head:
+        widths = {"in_proj_qkvz": d.channels + values, "in_proj_ba": 2 * d.value_heads}
     return [
         *(Parameter(("linear_attn", n, "kernel"), (width, out)) for n, out in widths.items()),
         Parameter(("linear_attn", "conv1d", "kernel"), (d.kernel, d.channels)),

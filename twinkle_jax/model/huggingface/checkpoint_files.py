@@ -365,7 +365,8 @@ def stored_names(
     module = parameter.path
     if fused := _fused_name(config, path):
         module = (*module[:-2], fused, module[-1])
-    name = stored_name(module)
+    norms = FAMILIES[config.model_type].norm_names
+    name = stored_name(tuple(norms.get(part, part) for part in module))
     if path[0] == "layers":
         repeats = config.stack_of(path[1]).repeats
         numbers = (layer_number(config, path, r) for r in range(repeats))

@@ -35,8 +35,12 @@ _READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers
     partial_rotary_factor rope_parameters rope_scaling""".split()  # noqa: SIM905
 _LINEAR_KEYS = """full_attention_interval linear_num_key_heads linear_num_value_heads
     linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim""".split()  # noqa: SIM905
-_EXPERT_KEYS = """num_experts num_local_experts num_experts_per_tok moe_intermediate_size
-    router_aux_loss_coef""".split()  # noqa: SIM905
+_EXPERT_KEYS = (
+    "num_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "router_aux_loss_coef",
+)
 _WINDOW_KEYS = ("use_sliding_window", "sliding_window", "max_window_layers")
 _UNROTATED_KEYS = (
     "no_rope_layers",
@@ -55,14 +59,7 @@ _GLOBAL_KEYS = (
     "num_kv_shared_layers",
     "use_double_wide_mlp",
 )
-_CLAMPED_EXPERT_KEYS = (
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "router_aux_loss_coef",
-    "swiglu_limit",
-    "quantization_config",
-)
+_CLAMPED_EXPERT_KEYS = (*_EXPERT_KEYS, "swiglu_limit", "quantization_config")
 _ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
 _MULTIPLIER_KEYS = (
     "embedding_multiplier",
@@ -164,7 +161,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         full_attention=full_attention,
         **(_per_layer(flat, kinds) if family.global_heads else {}),
         unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
-        delta_net=_delta_net(flat) if LINEAR in kinds else None,
+        delta_net=_delta_net(flat, family) if LINEAR in kinds else None,
         experts=experts,
         norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
@@ -311,10 +308,11 @@ def _attention(
         key_value_heads=key_value_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
+        interleaved=family.interleaved,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         bias=bias,
-        output_bias=bias and not family.fixed_bias,
+        output_bias=bias and family.output_bias,
         qk_norm=family.qk_norm,
         joint_qk_norm=family.joint_qk_norm,
         output_gate=family.output_gate,
@@ -327,13 +325,14 @@ def _attention(
     )
 
 
-def _delta_net(flat: Mapping[str, Any]) -> DeltaNetConfig:
+def _delta_net(flat: Mapping[str, Any], family: Family) -> DeltaNetConfig:
     config = DeltaNetConfig(
         key_heads=_size(flat, "linear_num_key_heads", 16),
         value_heads=_size(flat, "linear_num_value_heads", 32),
         key_dim=_size(flat, "linear_key_head_dim", 128),
         value_dim=_size(flat, "linear_value_head_dim", 128),
         kernel=_size(flat, "linear_conv_kernel_dim", 4, most=_LARGEST_SIZE),
+        by_key_head=family.linear_by_key_head,
     )
     if config.value_heads % config.key_heads:
         raise ValueError(
@@ -352,15 +351,15 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
         raise ValueError(
             f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
         )
-    shared, added, clamped = family.shared_expert, family.added_experts, family.clamped_experts
+    shared, added = family.shared_expert, family.added_experts
     return ExpertsConfig(
         number=number,
         chosen=_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
-        width=_size(flat, "intermediate_size" if clamped else "moe_intermediate_size"),
-        normalised=shared or added or clamped or _flag(flat, "norm_topk_prob"),
+        width=_size(flat, family.expert_width),
+        normalised=family.normalised or _flag(flat, "norm_topk_prob"),
         shared_width=_size(flat, "shared_expert_intermediate_size") if shared else None,
         beside_dense=added,
-        swiglu_limit=_number(flat, "swiglu_limit", 7.0) if clamped else None,
+        swiglu_limit=_number(flat, "swiglu_limit", 7.0) if family.clamped_experts else None,
     )
 
 
@@ -614,8 +613,9 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     """Refuse keys that this family does not have, and values that would change the result."""
     read = [*_READ, *(_LINEAR_KEYS if family.linear_layers else ())]
     if family.experts:
-        read += _EXPERT_KEYS
-        read.append("shared_expert_intermediate_size" if family.shared_expert else "norm_topk_prob")
+        read += (*_EXPERT_KEYS, family.expert_width)
+        read += ("shared_expert_intermediate_size",) if family.shared_expert else ()
+        read += () if family.normalised else ("norm_topk_prob",)
     read += _WINDOW_KEYS if family.window_keys else ()
     read += family.sliding_keys if family.window_pattern or family.uniform_window else ()
     read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
@@ -830,11 +830,11 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         entries |= {
             "num_experts": experts.number,
             "num_experts_per_tok": experts.chosen,
-            "moe_intermediate_size": experts.width,
+            family.expert_width: experts.width,
         }
-        if experts.shared_width is None:
+        if not family.normalised:
             entries["norm_topk_prob"] = experts.normalised
-        else:
+        if experts.shared_width is not None:
             entries["shared_expert_intermediate_size"] = experts.shared_width
     if delta is not None:
         entries |= {
