@@ -447,6 +447,31 @@ def test_dapo_is_bnpo_with_a_higher_ceiling():
     assert dapo != BNPOLoss()(batch_inputs, outputs, **kwargs).loss
 
 
+@pytest.mark.parametrize("cls", [GRPOLoss, GSPOLoss, DRGRPOLoss, PPOLoss])
+def test_dual_clip_bounds_the_loss_of_a_negative_advantage(cls):
+    labels, kept = np.array([[7], [7]]), np.log([[8.0], [8.0]])
+    rows = {"old_logps": np.zeros((2, 1)), "advantages": [-1.0, 1.0]}
+
+    def gradients(**options):
+        def loss(logps):
+            return jnp.sum(cls(**options)({"labels": labels}, {"logps": logps}, **rows).loss)
+
+        return jax.grad(loss)(jnp.asarray(kept, jnp.float32))
+
+    free, bounded = gradients(), gradients(dual_clip=3.0)
+    assert free[0, 0] > 0 and bounded[0, 0] == 0  # 8 times as probable; the other is clipped
+    np.testing.assert_array_equal(gradients(dual_clip=9.0), free)
+    one = {"labels": labels[:1]}, {"logps": kept[:1]}
+    loss = cls(dual_clip=3.0)(*one, old_logps=np.zeros((1, 1)), advantages=[-1.0]).loss
+    divisor = getattr(cls(), "max_completion_length", 1)
+    assert float(loss) == pytest.approx(3 / divisor)
+
+
+def test_cispo_has_no_second_bound():
+    with pytest.raises(ValueError, match=r"^dual_clip must"):
+        CISPOLoss(dual_clip=3.0)
+
+
 def test_cispo_knows_its_bound_and_twinkles_denominator():
     batch_inputs, outputs = {"labels": [[1, 2]]}, {"logps": jnp.array([[-1.0, -2.0]])}
     kwargs = {"old_logps": [[-9.0, -1.0]], "advantages": [1.0]}

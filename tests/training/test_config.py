@@ -9,7 +9,14 @@ import sys
 import pytest
 
 from tests.training.options import config_of
-from twinkle_jax.loss import CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss, ImportanceCorrection
+from twinkle_jax.loss import (
+    CISPOLoss,
+    DRGRPOLoss,
+    GRPOLoss,
+    GSPOLoss,
+    ImportanceCorrection,
+    SAPOLoss,
+)
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
     LoraSettings,
@@ -149,6 +156,26 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
             ("pkpo", {"k": 2, "baseline": "x"}),
             ("grpo", {"epsilon": None}),
             ("reinforce_plus_plus", {"gamma": "x"}),
+        ]
+    ),
+    *(
+        ("update.loss_options", options, {"update.loss": name})
+        for name, options in [
+            ("grpo", {"epsilon": 0.1}),  # an option of its own
+            ("grpo", {"tau_neg": 1.05}),
+            ("grpo", {"entropy_coef": "x"}),
+            ("grpo", {"entropy_coef": None}),
+            ("grpo", {"entropy_coef": [0.1]}),
+            ("grpo", {"entropy_coef": True}),
+            ("grpo", {"entropy_coef": NAN}),
+            ("grpo", {"dual_clip": 1.2}),
+            ("dapo", {"dual_clip": 1.28}),
+            ("cispo", {"dual_clip": 3}),
+            ("sapo", {"dual_clip": 3}),
+            ("sapo", {"tau_neg": 0}),
+            ("dr_grpo", {"max_completion_length": -1}),
+            ("ppo", {"loss_agg_mode": "x"}),
+            ("ppo", {"loss_agg_mode": ["token-mean"]}),
         ]
     ),
     *(
@@ -449,6 +476,15 @@ def test_a_loss_gets_the_settings_that_it_takes():
     assert loss_of(loss="dr_grpo") == DRGRPOLoss(max_completion_length=9)
     corrected = loss_of(correction="token_mask", correction_cap=3.0)
     assert corrected == GRPOLoss(correction=ImportanceCorrection("token_mask", 3.0))
+
+
+def test_a_loss_gets_its_own_options():
+    options = {"entropy_coef": 0.01, "dual_clip": 3}
+    assert loss_of(loss_options=options) == GRPOLoss(entropy_coef=0.01, dual_clip=3)
+    assert loss_of(loss="sapo", loss_options={"tau_neg": 1.05}) == SAPOLoss(tau_neg=1.05)
+    longer = {"max_completion_length": 4096}
+    assert loss_of(loss="dr_grpo", loss_options=longer) == DRGRPOLoss(max_completion_length=4096)
+    assert loss_of(loss_options={"dual_clip": None}) == GRPOLoss()
 
 
 def test_a_weight_may_be_bounded_by_1():

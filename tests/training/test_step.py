@@ -268,6 +268,20 @@ def test_a_constant_reward_changes_nothing_moments_included():
     assert metrics["grad_norm"] == 0
 
 
+def test_an_entropy_bonus_is_a_reason_to_move():
+    flat = FunctionReward(lambda text, truth: 0.1)
+    made = recipe(flat, loss_options={"entropy_coef": 1.0})
+    drawn = sampled(made)
+
+    def entropy(params):
+        scores = score_batch(params, drawn.batch, POLICY.config, with_entropy=True)
+        return float(jnp.sum(scores.entropies))
+
+    state, metrics = take_step(made, drawn, rate=0.1)
+    assert metrics["updates_without_signal"] == 0
+    assert entropy(state.params) > entropy(POLICY.params) + 0.1
+
+
 @pytest.mark.slow
 def test_only_updates_without_a_signal_are_left_out():
     adam, state, before = with_momentum(mini_batches=4)

@@ -55,6 +55,8 @@ class PolicyLoss(Loss):
         correction: weights the loss per token, as an `ImportanceCorrection` does, for a sampler
             whose log-probabilities differ from the trainer's; None for no correction. Divergence
             and entropy bonus are not weighted.
+        dual_clip: how many times its advantage the loss of a token may be where that is negative;
+            None: any number of times.
     """
 
     epsilon: Coefficient
@@ -63,6 +65,7 @@ class PolicyLoss(Loss):
     entropy_coef: Coefficient
     ignore_index: int
     correction: Correction | None = None
+    dual_clip: Coefficient | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "reduce" in vars(cls) and "divides_by" not in vars(cls):
@@ -90,7 +93,12 @@ class PolicyLoss(Loss):
     ) -> PerToken:
         """Compute the loss of each token; default: `clipped_surrogate`."""
         return clipped_surrogate(
-            log_ratio, advantages, mask, epsilon=self.epsilon, epsilon_high=self.epsilon_high
+            log_ratio,
+            advantages,
+            mask,
+            epsilon=self.epsilon,
+            epsilon_high=self.epsilon_high,
+            dual_clip=self.dual_clip,
         )
 
     def reduce(
@@ -219,6 +227,7 @@ class GRPOLoss(PolicyLoss, name="grpo"):
     entropy_coef: Coefficient = 0.0
     ignore_index: int = -100
     correction: Correction | None = field(default=None, kw_only=True)
+    dual_clip: Coefficient | None = field(default=None, kw_only=True)
 
 
 class GSPOLoss(GRPOLoss, name="gspo"):
@@ -280,12 +289,16 @@ class DAPOLoss(BNPOLoss, name="dapo"):
     epsilon_high: Coefficient | None = 0.28
 
 
+@dataclass(frozen=True)
 class CISPOLoss(BNPOLoss, name="cispo"):
     """Importance weight clipped at `1 + epsilon`, `token_mean`: every token keeps its gradient.
 
     See `PolicyLoss` for the arguments. If `epsilon_high` is given, the weight is clipped at
     `1 + epsilon_high` instead. ScaleRL clips it at 5: `CISPOLoss(epsilon_high=4.0)`. A call also
     takes Twinkle's `num_items_in_batch` for `denominator`.
+
+    Raises:
+        ValueError: if `dual_clip` is given: weights have one bound.
 
     References:
         [MiniMax-M1](https://arxiv.org/abs/2506.13585) (MiniMax, 2025), CISPO;
@@ -296,6 +309,12 @@ class CISPOLoss(BNPOLoss, name="cispo"):
         >>> CISPOLoss() == GRPOLoss()
         False
     """
+
+    def __post_init__(self) -> None:
+        if self.dual_clip is not None:
+            raise ValueError(
+                f"dual_clip must be None for CISPO, which bounds weights, got {self.dual_clip}"
+            )
 
     def per_token(
         self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
@@ -363,6 +382,7 @@ class DRGRPOLoss(PolicyLoss, name="dr_grpo"):
     epsilon_high: Coefficient | None = field(default=None, kw_only=True)
     entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
+    dual_clip: Coefficient | None = field(default=None, kw_only=True)
 
     def reduce(
         self, losses: PerToken, mask: Mask, denominator: Coefficient | None
@@ -454,6 +474,7 @@ class PPOLoss(PolicyLoss, name="ppo"):
     entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     ignore_index: int = field(default=-100, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
+    dual_clip: Coefficient | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.loss_agg_mode not in PPO_REDUCTIONS:

@@ -6,6 +6,7 @@ whether a resumed run may change it, its line of documentation, and its use.
 """
 
 import dataclasses
+import inspect
 import json
 import math
 import os
@@ -36,6 +37,7 @@ from twinkle_jax.model import LoraConfig
 from twinkle_jax.rollout import RolloutConfig, ServerConfig
 from twinkle_jax.training.by_name import (
     Schedule,
+    check_options,
     make_estimator,
     make_optimizer,
     make_schedule,
@@ -46,7 +48,7 @@ from twinkle_jax.training.tracking import Trackers
 
 _BUILT_IN_SCHEDULES = ("constant", "linear", "cosine")
 Options = dict[str, Any]
-"""Hyper-parameters by name, of an estimator or an optimizer."""
+"""Hyper-parameters by name, of an estimator, a loss or an optimizer."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class UpdateConfig:
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
         loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, sapo or ppo.
+        loss_options: hyper-parameters of the loss, such as entropy_coef, dual_clip, and tau_neg of
+            sapo.
         epsilon: how far a ratio may fall below 1.
         epsilon_high: how far a ratio may rise above 1; none: as far as it may fall, or 0.28 for
             dapo.
@@ -103,6 +107,7 @@ class UpdateConfig:
     advantage_options: Options = field(default_factory=dict)
     scale: Literal["group", "batch", "none"] = AUTO
     loss: str = "grpo"
+    loss_options: Options = field(default_factory=dict)
     epsilon: float = at_least(0, default=0.2)
     epsilon_high: float | None = at_least(0, default=None)
     kl_beta: float = at_least(0, default=0.0)
@@ -455,7 +460,7 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
     """Make the loss of a run from its name and coefficients.
 
     Raises:
-        ValueError: if no policy loss has that name.
+        ValueError: if no policy loss has that name, or it does not have these options.
     """
     update = config.update
     kinds = {name: kind for name, kind in LOSSES.items() if issubclass(kind, PolicyLoss)}
@@ -473,7 +478,34 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
     if hasattr(kind, "max_completion_length"):  # what Dr. GRPO divides by
         turns = config.rollout.max_turns if config.many_turns else 1
         options["max_completion_length"] = config.rollout.max_new_tokens * turns
-    return kind(**options)
+    with _names("update.loss_options", "update.loss_options"):
+        _check_loss_options(update, kind)
+        loss = kind(**options | update.loss_options)
+        hash(loss)  # it is a static argument
+    return loss
+
+
+_SET_BY_NAME = {"epsilon", "epsilon_high", "beta", "correction", "ignore_index"}
+_POSITIVE = ("tau_pos", "tau_neg", "max_completion_length")
+
+
+def _check_loss_options(update: UpdateConfig, kind: type[PolicyLoss]) -> None:
+    """Check names, and the numbers of options that are numbers by default."""
+    defaults = {name: x.default for name, x in inspect.signature(kind).parameters.items()}
+    check_options(update.loss, update.loss_options, defaults.keys() - _SET_BY_NAME)
+    for name, value in update.loss_options.items():
+        if name == "dual_clip" and value is None:
+            continue
+        least = 0.0 if name in _POSITIVE else -math.inf
+        if name == "dual_clip":
+            by_default = defaults["epsilon_high"] or update.epsilon
+            least = 1 + (by_default if update.epsilon_high is None else update.epsilon_high)
+        elif isinstance(defaults[name], bool) or not isinstance(defaults[name], int | float):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not least < value < math.inf:
+            which = "finite" if least == -math.inf else f"above {least:g}"
+            raise ValueError(f"{name} must be a number, {which}, got {value!r}")
 
 
 def run_optimizer(config: TrainConfig) -> Any:
