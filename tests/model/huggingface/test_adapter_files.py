@@ -217,6 +217,12 @@ def test_adapters_of_fused_projections(targets, names, tmp_path):
         np.testing.assert_allclose(logits, expected, atol=1e-5 * scale)
     assert jax.tree.structure(merged) == jax.tree.structure(params)
     assert_same(without_adapter(over), params)
+    # Frozen parameters without their adapter, such as a reference policy.
+    frozen = with_adapter(params, config, lora)
+    tokens = jnp.asarray([[5, 6, 7]])
+    assert_same(hidden_states(frozen, config, tokens), hidden_states(params, config, tokens))
+    assert_same(merge_adapter(frozen), params)
+    assert_same(without_adapter(frozen), params)
     save_adapter(tmp_path / "again", config, lora, adapter)
     assert_same(load_adapter(tmp_path / "again", config)[1], adapter)
     with pytest.raises(ValueError, match=r"target_modules .*'qkv_proj'.*\('q_proj',\)"):

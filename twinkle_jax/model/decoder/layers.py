@@ -50,7 +50,7 @@ def project_all(
     Without a projection of values, there is no output for it.
     """
     outputs = [project(x, weights[name]) for name in FUSED[fused] if name in weights]
-    if fused not in weights:
+    if "lora_A" not in weights.get(fused, {}):  # frozen parameters have its scale alone
         return outputs
     ends = np.cumsum([y.shape[-1] for y in outputs])
     changes = jnp.split(adapter_change(x, weights[fused]), ends[:-1].tolist(), axis=-1)

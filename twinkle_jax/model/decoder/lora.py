@@ -221,6 +221,8 @@ def merge_adapter(params: Params) -> dict[str, Any]:
         if name not in params or "kernel" in params[name]:
             continue
         del merged[name]
+        if "lora_A" not in params[name]:  # frozen parameters have its scale alone
+            continue
         ends = np.cumsum([params[part]["kernel"].shape[-1] for part in parts])
         changes = jnp.split(_change(params[name]), ends[:-1].tolist(), axis=-1)
         for part, change in zip(parts, changes, strict=True):
