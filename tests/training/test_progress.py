@@ -324,6 +324,18 @@ def test_the_second_signal_ends_the_process(first, second):
 
 
 @pytest.mark.slow
+def test_a_closed_terminal_may_send_its_signal_twice():
+    """The shell sends one to its jobs; the system another, when the shell has ended."""
+    code = BUSY.format(wait=ASKED, wait_more="time.sleep(1); print('saved'); sys.exit()")
+    with started(code, "ready") as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=60) == 0
+        assert process.stdout.read() == "saved\n"
+
+
+@pytest.mark.slow
 def test_the_second_signal_ends_compiled_code_too():
     code = BUSY.format(wait="", wait_more=COMPILED)
     with started(code, "ready", "asked") as process:
