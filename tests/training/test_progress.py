@@ -398,3 +398,12 @@ def test_a_loop_that_does_not_stop_is_saved_by_another_thread(save, status, mess
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == status
         assert message in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_it_ends_where_nobody_reads_what_it_says():
+    code = LAST_RESORT.format(save="return True")
+    with started(code, "ready", stderr=subprocess.PIPE) as process:
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 143

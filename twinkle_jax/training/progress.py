@@ -456,14 +456,14 @@ def _leave_terminal(descriptors: tuple[int, ...] = (1, 2)) -> None:
 
 def _try_last_resort(last_resort: Callable[[], bool]) -> None:
     try:
-        if last_resort():
-            os.write(
-                2, b"interrupted; the last finished step is saved: continue with --resume auto\n"
-            )
-            _exit(128 + signal.SIGTERM)
+        if not last_resort():
+            return
+        text, status = "; the last finished step is saved: continue with --resume auto", 143
     except Exception as error:
-        os.write(2, f"interrupted, but not saved: {error}\n".encode())
-        _exit(1)
+        text, status = f", but not saved: {error}", 1
+    with suppress(OSError):  # a pipe without a reader, such as a `tee` that has ended
+        os.write(2, f"interrupted{text}\n".encode(errors="backslashreplace"))
+    _exit(status)
 
 
 def _exit(status: int) -> None:
