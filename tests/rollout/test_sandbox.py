@@ -1,6 +1,7 @@
 """The sandbox: programs that compute, and each thing that it says it stops."""
 
 import os
+import resource
 import socket
 import sys
 import threading
@@ -90,6 +91,21 @@ def test_a_program_that_does_not_end_is_ended(program):
     assert time.monotonic() - began < 9
     assert "Error: it" in output
     assert len(output) < 300
+
+
+def test_it_runs_beside_many_open_files():
+    """As in a run with hundreds of connections to environments."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 4096:
+        pytest.skip("the system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert RUN("print(6 * 7)") == "42"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_nothing_is_left_behind():

@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import re
-import select
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -354,17 +354,19 @@ def _communicate(
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
         process.stdin.write(code.encode("utf-8", "replace"))
         process.stdin.close()
-    read = {process.stdout: b"", process.stderr: b""}
-    open_pipes, deadline = list(read), time.monotonic() + seconds
-    while open_pipes:
-        remaining = deadline - time.monotonic()
-        ready, _, _ = select.select(open_pipes, [], [], max(remaining, 0))
-        if not ready or max(map(len, read.values())) > limit:
-            return read[process.stdout], read[process.stderr], False
-        for pipe in ready:
-            chunk = os.read(pipe.fileno(), 65536)
-            read[pipe] += chunk
-            if not chunk:
-                open_pipes.remove(pipe)
+    read: dict[Any, bytes] = {process.stdout: b"", process.stderr: b""}
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as pipes:  # `select` takes no descriptor above 1023
+        for pipe in read:
+            pipes.register(pipe, selectors.EVENT_READ)
+        while pipes.get_map():
+            ready = pipes.select(max(deadline - time.monotonic(), 0))
+            if not ready or max(map(len, read.values())) > limit:
+                return read[process.stdout], read[process.stderr], False
+            for key, _ in ready:
+                chunk = os.read(key.fd, 65536)
+                read[key.fileobj] += chunk
+                if not chunk:
+                    pipes.unregister(key.fileobj)
     process.wait(max(deadline - time.monotonic(), 1))
     return read[process.stdout], read[process.stderr], True
