@@ -717,6 +717,8 @@ def test_a_rollout_whose_episodes_all_failed_has_no_experts_to_name():
 def test_a_prompt_that_is_too_long_or_missing_is_named():
     with pytest.raises(ValueError, match=r"rollout\.max_prompt_tokens=3"):
         sample(games.Guess, max_prompt_tokens=3)
+    with pytest.raises(ValueError, match=r"rollout\.max_episode_tokens=7, got 7"):
+        sample(games.Guess, max_episode_tokens=7)  # an episode without a turn has no return
     silent = type("Silent", (games.Guess,), {"reset": lambda self, row, seed: None})
     with pytest.raises(ValueError, match="reset"):
         sample(silent)

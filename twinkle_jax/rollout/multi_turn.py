@@ -228,6 +228,7 @@ class MultiTurn:
     def _encode(self, running: "list[_RunningEpisode]") -> list[list[int]]:
         """Return the tokens of whole conversations, or of the observation after a turn."""
         template, longest = self.engine.template, self.settings.max_prompt_tokens
+        most = self.settings.max_episode_tokens  # with the first token that the policy draws
         appended = [episode for episode in running if self._appends(episode)]
         rendered = [episode for episode in running if not self._appends(episode)]
         turns = [
@@ -246,6 +247,11 @@ class MultiTurn:
                 raise ValueError(
                     "the conversation before the first turn must have at most "
                     f"rollout.max_prompt_tokens={longest} tokens, got {len(row)}"
+                )
+            if not episode.record.turns and len(row) >= most:
+                raise ValueError(
+                    "the conversation before the first turn must have fewer tokens than "
+                    f"rollout.max_episode_tokens={most}, got {len(row)}"
                 )
             tokens[episode.number] = row
         return [tokens[episode.number] for episode in running]
