@@ -1,8 +1,10 @@
 """The sandbox: programs that compute, and each thing that it says it stops."""
 
 import os
+import pathlib
 import resource
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -12,6 +14,7 @@ import pytest
 from twinkle_jax.rollout import SandboxUnavailableError, python_tool, tools
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+ROOT = pathlib.Path(__file__).parents[2]
 RUN = python_tool(seconds=1, megabytes=200, characters=200)
 
 
@@ -116,6 +119,24 @@ def test_nothing_is_left_behind():
     assert not any("sandbox_worker" in _command(p) for p in children)
 
 
+SLEEPING = """
+from twinkle_jax.rollout import python_tool
+python_tool()("import time; time.sleep(600)")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_with_a_trainer_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", SLEEPING], cwd=ROOT) as trainer:
+        while len(programs := _descendants(trainer.pid)) < 2:
+            time.sleep(0.1)
+        trainer.kill()
+    end = time.monotonic() + 10
+    while any("sandbox_worker" in _command(p) for p in programs) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any("sandbox_worker" in _command(p) for p in programs)
+
+
 def test_a_system_without_namespaces_is_named_and_runs_nothing(monkeypatch, tmp_path):
     worker = tmp_path / "worker.py"
     worker.write_text("raise OSError(1, 'unshare')")
@@ -123,6 +144,11 @@ def test_a_system_without_namespaces_is_named_and_runs_nothing(monkeypatch, tmp_
     for program in ("print(1)", "#" * 2**20):  # the second is longer than what a pipe holds
         with pytest.raises(SandboxUnavailableError, match="unshare"):
             RUN(program)
+
+
+def _descendants(pid):
+    children = [p for p in os.listdir("/proc") if p.isdigit() and _parent(p) == pid]
+    return [*children, *(p for child in children for p in _descendants(int(child)))]
 
 
 def _parent(pid):
