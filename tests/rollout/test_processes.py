@@ -130,6 +130,24 @@ def test_failures_are_no_answers(tools, name, cause):
     assert call(tools(), "add", x=1) == ("2", 0)  # the next call finds a process
 
 
+NO_SANDBOX = """
+from twinkle_jax.rollout import SandboxUnavailableError
+
+def python(code: str) -> str:
+    raise SandboxUnavailableError("no namespaces here")
+"""
+
+
+@pytest.mark.slow
+def test_a_system_without_a_sandbox_is_no_answer(tmp_path):
+    """The policy read of it as of a mistake of its own."""
+    (tmp_path / "tools.py").write_text(NO_SANDBOX)
+    environment = find_environment(None, str(tmp_path / "tools.py"))()
+    with pytest.raises(ProcessFailedError, match="no namespaces here") as caught:
+        call(environment, "python", code="print(1)")
+    assert failure_cause(caught.value) == "raised"
+
+
 @pytest.mark.parametrize("name", ["fork_and_hang", "fork_and_return"])
 def test_what_a_tool_starts_ends_with_it(tools, name, tmp_path):
     path = tmp_path / "pids"

@@ -74,10 +74,12 @@ def _tools(request: dict[str, Any]) -> Callable[[], Handler]:
             result = functions[name](**arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
-        except tuple(kind for kind, _ in _FAILURES) as error:
-            cause = next(cause for kind, cause in _FAILURES if isinstance(error, kind))
-            return {"failed": [cause, f"{name}: {type(error).__name__}: {error}"]}
         except Exception as error:
+            cause = next((cause for kind, cause in _FAILURES if isinstance(error, kind)), None)
+            if cause is None and type(error).__name__ == "SandboxUnavailableError":
+                cause = "raised"  # python_tool's, which the user's file has imported
+            if cause is not None:
+                return {"failed": [cause, f"{name}: {type(error).__name__}: {error}"]}
             return {"tool_error": f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]}
         return {"value": _text(result)[:_MAX_CHARACTERS]}
 

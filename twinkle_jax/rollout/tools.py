@@ -28,12 +28,19 @@ from twinkle_jax.sampler.sizes import check_count
 _SANDBOX_WORKER = Path(__file__).with_name("sandbox_worker.py")
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _ARGUMENT = re.compile(r"\s*(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+
+
+class SandboxUnavailableError(OSError):
+    """The system does not allow the sandbox; the program was not run."""
+
+
 _FAILURES = (  # not the policy's fault: the episode fails
     TimeoutError,
     ConnectionError,
     EOFError,
     MemoryError,
     ProcessFailedError,
+    SandboxUnavailableError,
 )
 
 
@@ -132,7 +139,8 @@ class ToolEnvironment:
 
     The result of a call becomes a message of the role `tool`: text as it is, anything else as JSON.
     If the function raises an error, the policy reads `Error: …`, since wrong arguments are the
-    policy's fault. After a lost connection, a timeout or a lack of memory the episode fails.
+    policy's fault. After a lost connection, a timeout, a lack of memory, or where `python_tool` has
+    no sandbox, the episode fails.
 
     Args:
         functions: tools; functions or methods, may be `async`.
@@ -268,10 +276,6 @@ def _tool_reply(results: Sequence[tuple[str, Any]]) -> tuple[Observation, float,
 
 
 # A tool that runs untrusted Python in a sandbox, on Linux.
-
-
-class SandboxUnavailableError(OSError):
-    """The system does not allow the sandbox; the program was not run."""
 
 
 def python_tool(
