@@ -111,6 +111,19 @@ def test_it_runs_beside_many_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def test_a_system_without_a_file_to_open_is_not_the_programs_fault():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(5)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 2, limits[1]))
+    try:
+        with pytest.raises(SandboxUnavailableError, match="Too many open files"):
+            RUN("print(1)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
 def test_nothing_is_left_behind():
     before = threading.active_count()
     RUN("import time\ntime.sleep(0.1)")

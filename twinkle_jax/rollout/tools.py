@@ -300,8 +300,9 @@ def python_tool(
 
     Raises:
         ValueError: if a limit is less than 1.
-        SandboxUnavailableError: by a call of the tool, if the system does not allow namespaces;
-            some distributions allow them to root only. The program is not run then.
+        SandboxUnavailableError: by a call of the tool, if the system does not allow namespaces
+            (some distributions allow them to root only), or another process or open file. The
+            program is not run then.
 
     Example:
         >>> tool = python_tool(seconds=2)  # tool("print(6 * 7)") gives "42"
@@ -323,6 +324,25 @@ def python_tool(
 
 
 def _run_in_sandbox(code: str, seconds: int, megabytes: int, characters: int) -> str:
+    try:
+        output, errors, ended, status = _start(code, seconds, megabytes, 4 * characters)
+    except OSError as error:  # too many processes or open files, or a full disk
+        raise SandboxUnavailableError(f"the sandbox cannot be started: {error}") from error
+    if not output.startswith(b"\0"):
+        last = errors.decode("utf-8", "replace").strip().split("\n")[-1]
+        raise SandboxUnavailableError(f"the sandbox is not available on this system: {last}")
+    text = output[1:].decode("utf-8", "replace")[:characters].rstrip("\n")
+    if not ended:
+        return f"{text}\nError: it did not end within {seconds} s, or printed too much".lstrip("\n")
+    if status:
+        return f"{text}\nError: it took more than {seconds} s or {megabytes} MB".lstrip("\n")
+    return text
+
+
+def _start(
+    code: str, seconds: int, megabytes: int, limit: int
+) -> tuple[bytes, bytes, bool, int | None]:
+    """Run a program; return its output, errors, whether it has ended, and its exit status."""
     with tempfile.TemporaryDirectory() as root:
         os.chmod(root, 0o555)  # noqa: S103  (empty and read-only)
         with subprocess.Popen(  # noqa: S603  (our own script)
@@ -334,18 +354,10 @@ def _run_in_sandbox(code: str, seconds: int, megabytes: int, characters: int) ->
             start_new_session=True,
         ) as process:
             try:
-                output, error, ended = _communicate(process, code, seconds + 5.0, 4 * characters)
+                result = _communicate(process, code, seconds + 5.0, limit)
             finally:
                 process.kill()  # its forks die with it
-    if not output.startswith(b"\0"):
-        last = error.decode("utf-8", "replace").strip().split("\n")[-1]
-        raise SandboxUnavailableError(f"the sandbox is not available on this system: {last}")
-    text = output[1:].decode("utf-8", "replace")[:characters].rstrip("\n")
-    if not ended:
-        return f"{text}\nError: it did not end within {seconds} s, or printed too much".lstrip("\n")
-    if process.returncode:
-        return f"{text}\nError: it took more than {seconds} s or {megabytes} MB".lstrip("\n")
-    return text
+    return *result, process.returncode
 
 
 def _communicate(
