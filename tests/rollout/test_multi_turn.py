@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import functools
+import os
 import threading
 import time
 
@@ -418,6 +419,18 @@ def test_done_ends_an_episode_at_once():
         assert episode.ended in ("done", "length")
         assert episode.rewards == ([0.5] if episode.ended == "done" else [0.0])
     assert {e.ended for e in sample(Once).episodes} >= {"done"}
+
+
+class NoSuchFile(games.Guess):
+    def reset(self, row, seed):
+        super().reset(row, seed)
+        raise FileNotFoundError(os.fsdecode(b"no file called \xff"))
+
+
+def test_an_error_whose_message_is_not_utf_8_can_be_written():
+    """Files of traces are UTF-8: the first such failure ended the run."""
+    for episode in sample(NoSuchFile, max_failed=1.0).episodes:
+        assert "no file called ?" in episode.as_record()["error"]
 
 
 def test_what_fails_once_is_tried_again_with_the_same_seed():

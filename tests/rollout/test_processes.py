@@ -4,6 +4,7 @@ import datetime
 import decimal
 import json
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -128,6 +129,78 @@ def test_failures_are_no_answers(tools, name, cause):
     assert failure_cause(caught.value) == cause
     assert time.monotonic() - began < 9
     assert call(tools(), "add", x=1) == ("2", 0)  # the next call finds a process
+
+
+ROOMY = """
+class Roomy:
+    def reset(self, row, seed):
+        return "1"
+
+    def step(self, action):
+        return "2", 1.0, True, {}
+
+    def close(self):
+        pass
+"""
+CROWDED = """
+import os, resource
+most = len(os.listdir("/proc/self/fd")) + 12
+resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+"""
+
+
+def started(path, count):
+    made = find_environment(f"{path}:Roomy", environment_in="process")
+    environments = [made() for _ in range(count)]
+    for environment in environments:
+        environment.reset({"messages": []}, 0)
+        yield environment
+
+
+@pytest.mark.slow
+def test_there_may_be_more_environments_than_open_files_by_default(tmp_path):
+    """1,024 of both are the defaults: all episodes failed, since their process had ended."""
+    (tmp_path / "roomy.py").write_text(ROOMY)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
+    try:
+        environments = list(started(tmp_path / "roomy.py", 64))
+        assert {environment.step(Action("1"))[1] for environment in environments} == {1.0}
+        for environment in environments:
+            environment.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_one_too_many_fails_alone_and_says_why(tmp_path):
+    (tmp_path / "crowded.py").write_text(CROWDED + ROOMY)
+    environments = []
+    with pytest.raises(ProcessFailedError, match="Too many open files") as caught:
+        environments.extend(started(tmp_path / "crowded.py", 64))
+    assert failure_cause(caught.value) == "raised"
+    assert environments[0].step(Action("1"))[1] == 1.0
+    for environment in environments:
+        environment.close()
+
+
+NO_SANDBOX = """
+from twinkle_jax.rollout import SandboxUnavailableError
+
+def python(code: str) -> str:
+    raise SandboxUnavailableError("no namespaces here")
+"""
+
+
+@pytest.mark.slow
+def test_a_system_without_a_sandbox_is_no_answer(tmp_path):
+    """The policy read of it as of a mistake of its own."""
+    (tmp_path / "tools.py").write_text(NO_SANDBOX)
+    environment = find_environment(None, str(tmp_path / "tools.py"))()
+    with pytest.raises(ProcessFailedError, match="no namespaces here") as caught:
+        call(environment, "python", code="print(1)")
+    assert failure_cause(caught.value) == "raised"
 
 
 @pytest.mark.parametrize("name", ["fork_and_hang", "fork_and_return"])

@@ -1,7 +1,10 @@
 """The sandbox: programs that compute, and each thing that it says it stops."""
 
 import os
+import pathlib
+import resource
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +14,7 @@ import pytest
 from twinkle_jax.rollout import SandboxUnavailableError, python_tool, tools
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's")
+ROOT = pathlib.Path(__file__).parents[2]
 RUN = python_tool(seconds=1, megabytes=200, characters=200)
 
 
@@ -92,12 +96,58 @@ def test_a_program_that_does_not_end_is_ended(program):
     assert len(output) < 300
 
 
+def test_it_runs_beside_many_open_files():
+    """As in a run with hundreds of connections to environments."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 4096:
+        pytest.skip("the system allows too few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (4096, limits[1]))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        assert RUN("print(6 * 7)") == "42"
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_system_without_a_file_to_open_is_not_the_programs_fault():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(5)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(held) + 2, limits[1]))
+    try:
+        with pytest.raises(SandboxUnavailableError, match="Too many open files"):
+            RUN("print(1)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in held:
+            os.close(descriptor)
+
+
 def test_nothing_is_left_behind():
     before = threading.active_count()
     RUN("import time\ntime.sleep(0.1)")
     assert threading.active_count() == before
     children = [p for p in os.listdir("/proc") if p.isdigit() and _parent(p) == os.getpid()]
     assert not any("sandbox_worker" in _command(p) for p in children)
+
+
+SLEEPING = """
+from twinkle_jax.rollout import python_tool
+python_tool()("import time; time.sleep(600)")
+"""
+
+
+@pytest.mark.slow
+def test_a_program_ends_with_a_trainer_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", SLEEPING], cwd=ROOT) as trainer:
+        while len(programs := _descendants(trainer.pid)) < 2:
+            time.sleep(0.1)
+        trainer.kill()
+    end = time.monotonic() + 10
+    while any("sandbox_worker" in _command(p) for p in programs) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not any("sandbox_worker" in _command(p) for p in programs)
 
 
 def test_a_system_without_namespaces_is_named_and_runs_nothing(monkeypatch, tmp_path):
@@ -107,6 +157,11 @@ def test_a_system_without_namespaces_is_named_and_runs_nothing(monkeypatch, tmp_
     for program in ("print(1)", "#" * 2**20):  # the second is longer than what a pipe holds
         with pytest.raises(SandboxUnavailableError, match="unshare"):
             RUN(program)
+
+
+def _descendants(pid):
+    children = [p for p in os.listdir("/proc") if p.isdigit() and _parent(p) == pid]
+    return [*children, *(p for child in children for p in _descendants(int(child)))]
 
 
 def _parent(pid):

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from twinkle_jax.rollout import Action, ToolEnvironment, tool_schema
+from twinkle_jax.rollout import Action, SandboxUnavailableError, ToolEnvironment, tool_schema
 from twinkle_jax.rollout.environment import Session
 
 
@@ -166,11 +166,12 @@ def test_calls_of_the_environments_own_tools_reach_it():
     assert message["content"].endswith("there are divide, search")
 
 
-def test_a_lost_connection_is_not_the_policys_fault():
+@pytest.mark.parametrize("error", [ConnectionResetError, SandboxUnavailableError])
+def test_a_lost_connection_or_sandbox_is_not_the_policys_fault(error):
     def fetch() -> str:
-        raise ConnectionResetError("gone")
+        raise error("gone")
 
-    with pytest.raises(ConnectionResetError):
+    with pytest.raises(error):
         step(ToolEnvironment([fetch]), call("fetch"))
 
 

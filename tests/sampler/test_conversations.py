@@ -102,6 +102,20 @@ def test_turns_are_those_of_rows_that_are_read_anew(name):
     assert max(map(len, tokens)) > 64  # the caches have grown
 
 
+def test_rows_of_a_call_that_failed_are_read_again():
+    """It had replaced their tokens on the device."""
+    made, expected = (make("qwen3", 1) for _ in range(2))
+    keys, used = jax.random.split(jax.random.key(0), 1), jax.random.split(jax.random.key(1), 1)
+    start = [5, 6, 7]
+    made.go_on({0: [*start, *range(10, 20)]}, keys)
+    used.delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        made.go_on({0: [*start, *range(30, 40)]}, used)
+    row = [*start, *range(10, 20), 8]
+    actual, anew = made.go_on({0: row}, keys), expected.go_on({0: row}, keys)
+    np.testing.assert_allclose(actual.logprobs, anew.logprobs, atol=1e-4)
+
+
 def test_keys_of_other_kinds_give_every_row_noise_of_its_own():
     """Under `vmap` rbg's draw by the key of the first row, which stays the same once it ends."""
     flat = jax.tree.map(np.zeros_like, params_of("qwen3"))

@@ -104,6 +104,22 @@ def test_an_update_takes_the_experts_that_it_replays():
 
 
 @pytest.mark.slow
+def test_an_update_takes_all_rows_of_an_episode():
+    """Which has one for each turn where the template renders the conversation anew."""
+    recipe, state = begun()
+
+    def needed(history):
+        rollout = dataclasses.replace(recipe.config.rollout, max_turns=8, history=history)
+        config = dataclasses.replace(recipe.config, rollout=rollout, environment="x.py:X")
+        return update_memory(recipe._replace(config=config), state)
+
+    episodes = recipe.config.rollout.prompts * recipe.config.rollout.num_samples
+    rows = episodes // recipe.config.update.mini_batches
+    numbers = 4 * rows * recipe.config.longest_row  # bytes of one a token, at least
+    assert needed("template") - needed("append") >= 5 * 7 * numbers
+
+
+@pytest.mark.slow
 def test_a_rollout_takes_its_caches():
     few, all_rows = of_rollout(4), of_rollout()
     assert all_rows - few >= 12 * 127 * TOKEN  # 16 rows of 64 + 64 - 1 tokens, or 4

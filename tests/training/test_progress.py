@@ -324,6 +324,18 @@ def test_the_second_signal_ends_the_process(first, second):
 
 
 @pytest.mark.slow
+def test_a_closed_terminal_may_send_its_signal_twice():
+    """The shell sends one to its jobs; the system another, when the shell has ended."""
+    code = BUSY.format(wait=ASKED, wait_more="time.sleep(1); print('saved'); sys.exit()")
+    with started(code, "ready") as process:
+        process.send_signal(signal.SIGHUP)
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(timeout=60) == 0
+        assert process.stdout.read() == "saved\n"
+
+
+@pytest.mark.slow
 def test_the_second_signal_ends_compiled_code_too():
     code = BUSY.format(wait="", wait_more=COMPILED)
     with started(code, "ready", "asked") as process:
@@ -386,3 +398,12 @@ def test_a_loop_that_does_not_stop_is_saved_by_another_thread(save, status, mess
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == status
         assert message in process.stderr.read()
+
+
+@pytest.mark.slow
+def test_it_ends_where_nobody_reads_what_it_says():
+    code = LAST_RESORT.format(save="return True")
+    with started(code, "ready", stderr=subprocess.PIPE) as process:
+        process.stderr.close()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143

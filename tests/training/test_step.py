@@ -15,7 +15,7 @@ from twinkle_jax.loss import GRPOLoss
 from twinkle_jax.model import LoraConfig, init_params, make_mesh, shard_like_params
 from twinkle_jax.model.decoder import attention
 from twinkle_jax.reward import FunctionReward, WeightedReward
-from twinkle_jax.rollout import has_signal
+from twinkle_jax.rollout import Episode, Rollout, has_signal
 from twinkle_jax.training import (
     LoraSettings,
     OptimizerConfig,
@@ -41,6 +41,7 @@ from twinkle_jax.training.step import (
     describe_mismatch,
     mini_batch_keys,
     score,
+    score_rollout,
     takes_segments,
 )
 
@@ -635,3 +636,29 @@ def test_one_token_far_off_does_not_end_a_run():
     drawn = with_batch(drawn, old_logps=one)
     _, metrics = take_step(made, drawn, rate=1e-7)
     assert metrics["sampling/logp_diff/max"] == pytest.approx(1.0, abs=1e-3)
+
+
+class Source:
+    """Adds rewards of any names to what an environment gave at the end, if there is one."""
+
+    def score(self, rollout):
+        episodes = rollout.episodes
+        episodes = episodes and [dataclasses.replace(e, final_reward=3.0) for e in episodes]
+        parts = {name: np.float32([i, 1]) for i, name in enumerate(["final", "sum", "part x", ""])}
+        return rollout._replace(rewards=np.float32([7, 8]), reward_parts=parts, episodes=episodes)
+
+
+@pytest.mark.parametrize("episodes", [None, [Episode([])] * 2], ids=["one turn", "many turns"])
+def test_rewards_may_have_any_name(episodes):
+    """One called `final` was taken for what episodes got at their end."""
+    ones = np.ones(2, np.int32)
+    drawn = Rollout(None, [{}] * 2, [None] * 2, ones, ones, ones == 0, episodes=episodes)
+    scored = score_rollout(Source(), drawn, lambda: None)
+    assert {name: part[0] for name, part in scored.reward_parts.items()} == {
+        "final": 0,
+        "sum": 1,
+        "part x": 2,
+        "": 3,
+    }
+    assert scored.rewards.tolist() == [7, 8]
+    assert all(episode.final_reward == 3 for episode in scored.episodes or ())

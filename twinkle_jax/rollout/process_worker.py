@@ -74,10 +74,12 @@ def _tools(request: dict[str, Any]) -> Callable[[], Handler]:
             result = functions[name](**arguments)
             if inspect.isawaitable(result):
                 result = asyncio.run(_wait(result))
-        except tuple(kind for kind, _ in _FAILURES) as error:
-            cause = next(cause for kind, cause in _FAILURES if isinstance(error, kind))
-            return {"failed": [cause, f"{name}: {type(error).__name__}: {error}"]}
         except Exception as error:
+            cause = next((cause for kind, cause in _FAILURES if isinstance(error, kind)), None)
+            if cause is None and type(error).__name__ == "SandboxUnavailableError":
+                cause = "raised"  # python_tool's, which the user's file has imported
+            if cause is not None:
+                return {"failed": [cause, f"{name}: {type(error).__name__}: {error}"]}
             return {"tool_error": f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS]}
         return {"value": _text(result)[:_MAX_CHARACTERS]}
 
@@ -196,6 +198,10 @@ class _Server:
 
     def __init__(self, answers: int, make: Callable[[], Handler]) -> None:
         self._answers, self._make = answers, make
+        # Each runner takes an open file here, and there may be more than a usual limit of 1024.
+        self._open_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (self._open_files[1],) * 2)
         self._runners: dict[int, _Runner] = {}
         self._selector = selectors.DefaultSelector()
         self._libc = ctypes.CDLL(None)
@@ -250,7 +256,12 @@ class _Server:
             if not request["first"]:  # its runner has died
                 self._answer(number, {"failed": ["died", "its process has ended"]})
                 return
-            self._fork(number, request)
+            try:
+                self._fork(number, request)
+            except OSError as error:  # no process, memory or open file is left
+                text = f"no process could be started: {error}"
+                self._answer(number, {"failed": ["raised", text]})
+                return
         runner = self._runners[number]
         runner.deadline = time.monotonic() + request["seconds"]
         runner.unsent += json.dumps(request["call"]).encode() + b"\n"
@@ -258,7 +269,12 @@ class _Server:
 
     def _fork(self, number: int, request: dict[str, Any]) -> None:
         here, there = socket.socketpair()
-        server, child = os.getpid(), os.fork()
+        try:
+            server, child = os.getpid(), os.fork()
+        except OSError:
+            here.close()
+            there.close()
+            raise
         if child:
             there.close()
             here.setblocking(False)
@@ -274,13 +290,14 @@ class _Server:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(null, stream)
             os.close(self._answers)
             here.close()
             for runner in self._runners.values():
                 runner.channel.close()
+            null = os.open(os.devnull, os.O_RDWR)
+            for stream in (0, 1, 2):
+                os.dup2(null, stream)
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._open_files)
             _run(there, self._make, request["megabytes"])
         finally:
             os._exit(1)

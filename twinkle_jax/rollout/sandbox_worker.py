@@ -38,6 +38,7 @@ def enclose(root: str, seconds: int, megabytes: int) -> None:
         os.setgid(_NOBODY)
         os.setuid(_NOBODY)
     check(libc.unshare(_NEW_NAMESPACES), "unshare")
+    check(libc.prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "prctl")
     child = os.fork()  # PID 1 of the new namespace: it sees no other process
     if child:
         _, status = os.waitpid(child, 0)

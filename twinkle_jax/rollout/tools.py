@@ -5,7 +5,7 @@ import inspect
 import json
 import os
 import re
-import select
+import selectors
 import subprocess
 import sys
 import tempfile
@@ -28,12 +28,19 @@ from twinkle_jax.sampler.sizes import check_count
 _SANDBOX_WORKER = Path(__file__).with_name("sandbox_worker.py")
 _JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
 _ARGUMENT = re.compile(r"\s*(\*{0,2}\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+
+
+class SandboxUnavailableError(OSError):
+    """The system does not allow the sandbox; the program was not run."""
+
+
 _FAILURES = (  # not the policy's fault: the episode fails
     TimeoutError,
     ConnectionError,
     EOFError,
     MemoryError,
     ProcessFailedError,
+    SandboxUnavailableError,
 )
 
 
@@ -132,7 +139,8 @@ class ToolEnvironment:
 
     The result of a call becomes a message of the role `tool`: text as it is, anything else as JSON.
     If the function raises an error, the policy reads `Error: …`, since wrong arguments are the
-    policy's fault. After a lost connection, a timeout or a lack of memory the episode fails.
+    policy's fault. After a lost connection, a timeout, a lack of memory, or where `python_tool` has
+    no sandbox, the episode fails.
 
     Args:
         functions: tools; functions or methods, may be `async`.
@@ -270,10 +278,6 @@ def _tool_reply(results: Sequence[tuple[str, Any]]) -> tuple[Observation, float,
 # A tool that runs untrusted Python in a sandbox, on Linux.
 
 
-class SandboxUnavailableError(OSError):
-    """The system does not allow the sandbox; the program was not run."""
-
-
 def python_tool(
     *, seconds: int = 5, megabytes: int = 256, characters: int = 4096
 ) -> Callable[[str], str]:
@@ -296,8 +300,9 @@ def python_tool(
 
     Raises:
         ValueError: if a limit is less than 1.
-        SandboxUnavailableError: by a call of the tool, if the system does not allow namespaces;
-            some distributions allow them to root only. The program is not run then.
+        SandboxUnavailableError: by a call of the tool, if the system does not allow namespaces
+            (some distributions allow them to root only), or another process or open file. The
+            program is not run then.
 
     Example:
         >>> tool = python_tool(seconds=2)  # tool("print(6 * 7)") gives "42"
@@ -319,6 +324,25 @@ def python_tool(
 
 
 def _run_in_sandbox(code: str, seconds: int, megabytes: int, characters: int) -> str:
+    try:
+        output, errors, ended, status = _start(code, seconds, megabytes, 4 * characters)
+    except OSError as error:  # too many processes or open files, or a full disk
+        raise SandboxUnavailableError(f"the sandbox cannot be started: {error}") from error
+    if not output.startswith(b"\0"):
+        last = errors.decode("utf-8", "replace").strip().split("\n")[-1]
+        raise SandboxUnavailableError(f"the sandbox is not available on this system: {last}")
+    text = output[1:].decode("utf-8", "replace")[:characters].rstrip("\n")
+    if not ended:
+        return f"{text}\nError: it did not end within {seconds} s, or printed too much".lstrip("\n")
+    if status:
+        return f"{text}\nError: it took more than {seconds} s or {megabytes} MB".lstrip("\n")
+    return text
+
+
+def _start(
+    code: str, seconds: int, megabytes: int, limit: int
+) -> tuple[bytes, bytes, bool, int | None]:
+    """Run a program; return its output, errors, whether it has ended, and its exit status."""
     with tempfile.TemporaryDirectory() as root:
         os.chmod(root, 0o555)  # noqa: S103  (empty and read-only)
         with subprocess.Popen(  # noqa: S603  (our own script)
@@ -330,18 +354,10 @@ def _run_in_sandbox(code: str, seconds: int, megabytes: int, characters: int) ->
             start_new_session=True,
         ) as process:
             try:
-                output, error, ended = _communicate(process, code, seconds + 5.0, 4 * characters)
+                result = _communicate(process, code, seconds + 5.0, limit)
             finally:
                 process.kill()  # its forks die with it
-    if not output.startswith(b"\0"):
-        last = error.decode("utf-8", "replace").strip().split("\n")[-1]
-        raise SandboxUnavailableError(f"the sandbox is not available on this system: {last}")
-    text = output[1:].decode("utf-8", "replace")[:characters].rstrip("\n")
-    if not ended:
-        return f"{text}\nError: it did not end within {seconds} s, or printed too much".lstrip("\n")
-    if process.returncode:
-        return f"{text}\nError: it took more than {seconds} s or {megabytes} MB".lstrip("\n")
-    return text
+    return *result, process.returncode
 
 
 def _communicate(
@@ -354,17 +370,19 @@ def _communicate(
     with contextlib.suppress(BrokenPipeError):  # it has ended already, and said why
         process.stdin.write(code.encode("utf-8", "replace"))
         process.stdin.close()
-    read = {process.stdout: b"", process.stderr: b""}
-    open_pipes, deadline = list(read), time.monotonic() + seconds
-    while open_pipes:
-        remaining = deadline - time.monotonic()
-        ready, _, _ = select.select(open_pipes, [], [], max(remaining, 0))
-        if not ready or max(map(len, read.values())) > limit:
-            return read[process.stdout], read[process.stderr], False
-        for pipe in ready:
-            chunk = os.read(pipe.fileno(), 65536)
-            read[pipe] += chunk
-            if not chunk:
-                open_pipes.remove(pipe)
+    read: dict[Any, bytes] = {process.stdout: b"", process.stderr: b""}
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as pipes:  # `select` takes no descriptor above 1023
+        for pipe in read:
+            pipes.register(pipe, selectors.EVENT_READ)
+        while pipes.get_map():
+            ready = pipes.select(max(deadline - time.monotonic(), 0))
+            if not ready or max(map(len, read.values())) > limit:
+                return read[process.stdout], read[process.stderr], False
+            for key, _ in ready:
+                chunk = os.read(key.fd, 65536)
+                read[key.fileobj] += chunk
+                if not chunk:
+                    pipes.unregister(key.fileobj)
     process.wait(max(deadline - time.monotonic(), 1))
     return read[process.stdout], read[process.stderr], True

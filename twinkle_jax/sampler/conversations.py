@@ -46,6 +46,7 @@ from twinkle_jax.sampler.slots import Completions, Slots, State, on_devices, spr
 
 _DEFAULT = Sampling()
 _READ = (16, 64, 256)  # tokens of a row that are read at once
+_UNKNOWN = -1  # no token
 _FEW = 8  # slots: so few are never halved; and rows that a device reads at once
 _MOST_READ = 2**23  # tokens read at once times the room of their rows: attention's logits
 
@@ -157,6 +158,21 @@ class Conversations:
             raise TypeError(f"rows must map a row's number to its tokens, got {rows!r:.80}")
         limits = {i: self._room(len(row)) for i, row in rows.items()} if limits is None else limits
         self._check(rows, keys, limits)
+        try:
+            results = self._continue(rows, keys, limits)
+        except BaseException:
+            # The device may have any of their tokens by now.
+            for i, row in rows.items():
+                most = max(len(self._held[i]), min(len(row) + self._setup.new, self._full))
+                self._held[i] = [_UNKNOWN] * most
+            raise
+        for i, row in rows.items():
+            self._held[i] = [*row, *results.tokens[i, : results.lengths[i] - 1].tolist()]
+        return jax.tree.map(lambda x: x[: len(self._held)], results)
+
+    def _continue(
+        self, rows: Mapping[int, Sequence[int]], keys: jax.Array, limits: Mapping[int, int]
+    ) -> Completions:
         self._read(rows)
         most = int(np.bincount([i // self._slots for i in rows]).max())  # on a device
         slots = sizes.slots_for(most, self._slots)
@@ -166,10 +182,8 @@ class Conversations:
         results: Completions = self._draw(state, slots, capacity)
         if not results.tokens.is_fully_addressable:  # some rows are on other processes
             results = multihost_utils.process_allgather(results, tiled=True)
-        results = jax.device_get(results)
-        for i, row in rows.items():
-            self._held[i] = [*row, *results.tokens[i, : results.lengths[i] - 1].tolist()]
-        return jax.tree.map(lambda x: x[: len(self._held)], results)
+        on_host: Completions = jax.device_get(results)
+        return on_host
 
     def _capacity_for(self, lengths: Mapping[int, int], more: int = 0) -> int:
         """Choose a capacity for rows of these lengths; in pages, that get so many more tokens."""

@@ -195,7 +195,8 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     tokens = config.update.micro_batch_tokens
     width = line_width(longest, tokens, multiple=multiple) if several else time
     lines = max(tokens // width, 1) * shards
-    rows = config.rollout.prompts * config.rollout.num_samples // config.update.mini_batches
+    samples = config.rollout.prompts * config.rollout.num_samples
+    rows = samples * config.rows_each // config.update.mini_batches
 
     def struct(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)

@@ -4,6 +4,7 @@ The decoder runs over lines, each of which holds several rows one after the othe
 unpacked into rows before the loss, so losses, reductions and metrics do not depend on packing.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -52,20 +53,21 @@ def assign_lines(lengths: IntRows, width: int, *, several: bool = True) -> list[
     if not several:
         return [[int(row)] for row in order]
     lines: list[list[int]] = []
-    room: list[int] = []
-    # Lines that are full to within the shortest row are not looked at again.
-    shortest, first = int(lengths.min(initial=width)), 0
-    for row in order:
-        length = int(lengths[row])
-        line = next((i for i in range(first, len(lines)) if room[i] >= length), None)
-        if line is None:
-            lines.append([])
-            room.append(width)
-            line = len(lines) - 1
-        lines[line].append(int(row))
-        room[line] -= length
-        while first < len(lines) and room[first] < shortest:
-            first += 1
+    room = np.zeros(len(lengths), np.int64)  # of each line
+    for length, group in itertools.groupby(order.tolist(), lambda row: int(lengths[row])):
+        rows, at = list(group), 0
+        open_lines = np.flatnonzero(room[: len(lines)] >= length).tolist()
+        for line in itertools.chain(open_lines, itertools.count(len(lines))):
+            if at == len(rows):
+                break
+            if line == len(lines):
+                lines.append([])
+                room[line] = width
+            most = int(room[line]) // length if length else len(rows)
+            taken = rows[at : at + most]
+            lines[line] += taken
+            room[line] -= length * len(taken)
+            at += len(taken)
     return lines
 
 

@@ -300,7 +300,7 @@ class Interruption:
     Inside the `with` block, the first of these signals sets `requested`. The second ends the
     process at once, even during a compilation, with exit status 128 plus the signal's number: 143
     for SIGTERM, 130 for Ctrl-C. The block restores the previous handlers when it ends. SIGHUP, for
-    a terminal that was closed, stays ignored where it is, as under `nohup`.
+    a terminal that was closed, stays ignored where it is, as under `nohup`; several count as one.
 
     If the block still runs `patience` seconds after the first signal (a compilation, a long
     rollout, a reward that hangs), another thread calls `last_resort` once a second until it returns
@@ -420,7 +420,7 @@ def _watch_signals(
     read: socket.socket, patience: float | None, last_resort: Callable[[], bool]
 ) -> None:
     """Exit at the second signal, or `patience` seconds after the first."""
-    count = 0
+    count, hung_up = 0, False
     with read:
         while True:
             try:
@@ -433,6 +433,9 @@ def _watch_signals(
                 return
             if received[0] == _HANGUP:
                 _leave_terminal()
+                if hung_up:  # the shell of a closed terminal sends one, and the system another
+                    continue
+                hung_up = True
             if received[0] in _SIGNALS:
                 count += 1
                 read.settimeout(patience)
@@ -453,14 +456,14 @@ def _leave_terminal(descriptors: tuple[int, ...] = (1, 2)) -> None:
 
 def _try_last_resort(last_resort: Callable[[], bool]) -> None:
     try:
-        if last_resort():
-            os.write(
-                2, b"interrupted; the last finished step is saved: continue with --resume auto\n"
-            )
-            _exit(128 + signal.SIGTERM)
+        if not last_resort():
+            return
+        text, status = "; the last finished step is saved: continue with --resume auto", 143
     except Exception as error:
-        os.write(2, f"interrupted, but not saved: {error}\n".encode())
-        _exit(1)
+        text, status = f", but not saved: {error}", 1
+    with suppress(OSError):  # a pipe without a reader, such as a `tee` that has ended
+        os.write(2, f"interrupted{text}\n".encode(errors="backslashreplace"))
+    _exit(status)
 
 
 def _exit(status: int) -> None:

@@ -225,16 +225,18 @@ def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], Non
         check()
         scored = source.score(drawn)
         check()
-        arrays = {"": scored.scores, **scored.reward_parts}
+        arrays = {f"part {name}": part for name, part in scored.reward_parts.items()}
+        arrays["sum"] = scored.scores
         if scored.episodes:  # the reward is part of what they got at the end
             arrays["final"] = np.asarray([episode.final_reward for episode in scored.episodes])
         return arrays
 
     merged = hosts.merge_rows("computing rewards", drawn.held_rows, numbers)
-    finals = merged.pop("final", np.empty(0))
+    rewards, finals = merged.pop("sum"), merged.pop("final", np.empty(0))
     for episode, final_reward in zip(scored.episodes or (), finals, strict=True):
         episode.final_reward = float(final_reward)
-    return scored._replace(rewards=merged.pop(""), reward_parts=merged)
+    parts = {name.removeprefix("part "): part for name, part in merged.items()}
+    return scored._replace(rewards=rewards, reward_parts=parts)
 
 
 def _with_reference(recipe: Recipe, batch: Batch, row_lengths: IntRows) -> Batch:

@@ -64,6 +64,11 @@ def declared(shape, dtype="|u1", content=b""):
     return base64.b64encode(file.getvalue() + content).decode()
 
 
+def with_header(header):
+    size = len(header).to_bytes(2, "little")
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + size + header).decode()
+
+
 def changed(place, value):
     array = EXPERTS.copy()
     array[place] = value
@@ -85,6 +90,9 @@ BAD = {
     "negative sizes": declared((-4, 2, 2)),
     "too short": declared((4, 2, 2), content=b"\0" * 15),
     "too long": declared((4, 2, 2), content=b"\0" * 17),
+    "an open string as header": with_header(b"'''"),
+    "a nested header": with_header(b"-" * 9000 + b"1"),
+    "keys of two types": with_header(b"{1: 2, 'shape': 3}"),
     "no expert": changed((0, 0, 0), 6),
     "below 0": changed((0, 0, 0), -1),
     "twice the same": changed((0, 0), 5),
