@@ -170,13 +170,13 @@ def failure_cause(error: BaseException) -> str:
 def describe_failure(error: BaseException) -> str:
     """Describe an error of an environment and where it was raised, in at most 500 characters."""
     if isinstance(error, ProcessFailedError):  # described in its process
-        return str(error)[:500]
+        return _valid_unicode(str(error)[:500])
     place = error_place(error)
     try:
         text = str(error)
     except Exception:
         text = "its message cannot be shown"
-    return f"{type(error).__name__}: {text}{f' ({place})' if place else ''}"[:500]
+    return _valid_unicode(f"{type(error).__name__}: {text}{f' ({place})' if place else ''}"[:500])
 
 
 class Session:
