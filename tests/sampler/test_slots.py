@@ -387,6 +387,29 @@ def test_each_device_has_pages_of_its_own(name, axes, request):
     assert len(pages) > 3
 
 
+def test_rows_need_no_pages_for_tokens_behind_their_limit(pages, monkeypatch):
+    """On a mesh the host looks every eight tokens; a row with fewer to come needs less room."""
+    run = generate_module._run
+
+    def counted(*args, **options):
+        assert len(pages) < 10  # there was never enough room, and no end
+        return run(*args, **options)
+
+    monkeypatch.setattr(generate_module, "_run", counted)
+    # Two pages each: 15 tokens of a prompt behind its full page, and 17 new ones.
+    drawn = generate(
+        params_of("qwen3"),
+        config_of("qwen3"),
+        *batch([[1] * 32, [2] * 48], 48, "right"),
+        jax.random.key(0),
+        num_samples=2,
+        max_new_tokens=17,
+        mesh=make_mesh(data=2),
+    )
+    assert drawn.lengths.tolist() == [17] * 4
+    assert max(seen.capacity for seen in pages) == 2 * 2
+
+
 def long_groups(name="qwen3", config=None, samples=4, **options):
     """Groups of prompts of 0 to 3 full pages and completions of 1 to 40 tokens."""
     lengths = [33, 17, 49, 5, 16, 34, 48]

@@ -332,7 +332,7 @@ def run(
         With ended rows, one page stays free for them, see `next_places`.
         """
         size, length = page_size(rows.cache), rows.cache.length
-        later = jnp.minimum(length + setup.steps, full)
+        later = length + jnp.minimum(setup.steps, rows.limits - rows.lengths)
         more = jnp.where(rows.running, -(-later // size) + (-length // size), 0)
         ended = (running < slots).astype(jnp.int32)
         return of_device(pages.owner < slots) + of_device(more) + ended

@@ -177,6 +177,21 @@ def test_the_scale_of_embeddings_is_rounded_to_the_type_that_is_computed_in():
     assert float(embed(config_of("qwen3"), table, jnp.array([3]), jnp.dtype("float32"))[0, 0]) == 1
 
 
+def test_gradients_of_a_token_that_occurs_often_add_up_in_bfloat16():
+    """In bfloat16 256 + 1 is 256."""
+    config, table = config_of("qwen3"), jnp.ones((48, 24), jnp.bfloat16)
+    tokens = jnp.array([*[3] * 1000, 5, 48])  # the last one is outside the vocabulary
+
+    @jax.grad
+    def gradient(table):
+        embedded = embed(config, table, tokens, jnp.dtype("bfloat16"))
+        return jnp.sum(embedded.astype(jnp.float32))
+
+    expected = np.zeros((48, 24))
+    expected[[3, 5]] = [[1000], [1]]
+    np.testing.assert_array_equal(gradient(table), expected)
+
+
 # Rotary positions.
 
 

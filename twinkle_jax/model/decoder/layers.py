@@ -112,12 +112,30 @@ def _look_up(
     mesh: Mesh | None,
 ) -> Float[Array, "*batch width"]:
     def look_up(table: Array, ids: Array) -> Array:
-        rows = table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-        return rows.astype(dtype)
+        return _rows_of(table, ids).astype(dtype)
 
     if mesh is None:
         return look_up(table, tokens)
     return spread_lookup(table, tokens, mesh, look_up)
+
+
+@jax.custom_jvp
+def _rows_of(
+    table: Float[Array, "vocab width"], ids: Int[Array, "*batch"]
+) -> Float[Array, "*batch width"]:
+    """Take rows of a table; gradients of a row are summed in float32 and rounded once.
+
+    In bfloat16, each addition to a row of a token that occurs often would round most of it away.
+    """
+    return table.at[ids].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+
+
+@_rows_of.defjvp
+def _(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    (table, ids), (change, _) = primals, tangents
+    wide = jnp.float64 if table.dtype == jnp.float64 else jnp.float32
+    rows = change.astype(wide).at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+    return _rows_of(table, ids), rows.astype(table.dtype)
 
 
 def embed_for_layers(
