@@ -1,5 +1,6 @@
 """Saving: a directory replaced in one step, and several processes that load and save together."""
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -221,3 +222,10 @@ def test_a_host_holds_its_share_and_one_tensor(count, devices, directory):
         assert result["loading"] < 1.3 * result["share"] + 4 * MIB
         # The largest tensor has 4 MiB; gathered, each of the four devices has it too, and a buffer.
         assert result["saving"] < 48 * MIB
+
+
+def test_errors_of_any_text_reach_the_other_processes():
+    """One about a file whose name is not UTF-8 left them waiting."""
+    message = saving._encode(OSError(os.fsdecode(b"no file called \xff")))
+    with pytest.raises(RuntimeError, match=r"on process 1: OSError: no file called \?"):
+        saving._raise_for("save_pretrained", 1, message)

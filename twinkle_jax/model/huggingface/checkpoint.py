@@ -97,8 +97,8 @@ def load_pretrained(
 ) -> Decoder:
     """Read a Hugging Face checkpoint.
 
-    Families are Llama, SmolLM3, OLMo 2 and 3, Granite 3, Phi-3 and 4, Mistral, Qwen2 to Qwen3.6,
-    Gemma 2, the text models of Gemma 3 and Gemma 4, and GPT-OSS.
+    Families are Llama, SmolLM3, OLMo 2 and 3, OLMoE, Granite 3, Phi-3 and 4, Mistral, Seed-OSS,
+    GLM-4, Qwen2 to Qwen3.6, Gemma 2, the text models of Gemma 3 and Gemma 4, and GPT-OSS.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does. Experts of GPT-OSS in MXFP4 are converted to bfloat16.

@@ -270,7 +270,8 @@ def _from_first(value: Any) -> np.ndarray:
 def _encode(error: BaseException | None) -> np.ndarray:
     """Encode an error as an array of fixed length; all zeros for none."""
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    message = np.frombuffer(text.encode()[:_MESSAGE_BYTES], np.uint8)
+    # An error here would leave the other processes waiting.
+    message = np.frombuffer(text.encode(errors="replace")[:_MESSAGE_BYTES], np.uint8)
     return np.pad(message, (0, _MESSAGE_BYTES - len(message)))
 
 
