@@ -495,17 +495,25 @@ def test_gdpo_compares_each_reward_by_itself():
     assert not np.allclose(expected, gdpo_advantage(drawn.scores, SAMPLES))
 
 
-@pytest.mark.parametrize(("advantage", "weight", "rollouts"),
-                         [("gdpo", 1.0, 1), ("gdpo", 0.0, 2), ("grpo", 1.0, 2)])  # fmt: skip
-def test_dynamic_sampling_looks_at_what_is_compared(advantage, weight, rollouts):
-    """Two rewards that always add up to 1: GDPO can learn from them if it weighs them."""
-    short_ones = FunctionReward(lambda text, truth: float(len(text) <= 2))
+@pytest.mark.parametrize(
+    ("advantage", "scale", "weight", "rollouts"),
+    [
+        ("gdpo", 2.0, 0.5, 1),
+        ("gdpo", 1.0, 1.0, 2),  # normalised, they cancel
+        ("gdpo", 2.0, 0.0, 1),
+        ("grpo", 2.0, 0.5, 2),
+    ],
+)
+def test_dynamic_sampling_looks_at_what_is_compared(advantage, scale, weight, rollouts):
+    """Two rewards that add up to 1 with a weight of 1 / scale."""
+    short_ones = FunctionReward(lambda text, truth: scale * (len(text) <= 2))
     rewards = {"long": long_ones, "short": short_ones}
-    weighted = WeightedReward(rewards, {"long": weight, "short": weight})
+    weighted = WeightedReward(rewards, {"long": 1.0, "short": weight})
     few = dataclasses.replace(ROLLOUT, prompts=1)
     made = recipe(weighted, rollout=few, advantage=advantage, dynamic_sampling=2, mini_batches=1)
-    _, drawn = collect(made, POLICY.params, lambda: PROMPTS, jax.random.key(0))
+    chosen, drawn = collect(made, POLICY.params, lambda: PROMPTS, jax.random.key(0))
     assert len(drawn) == rollouts
+    assert np.any(chosen.advantages != 0) == (rollouts == 1)
 
 
 def test_rewards_are_logged_one_by_one():

@@ -240,9 +240,9 @@ def has_signal(
     Args:
         rollout: with rewards.
         num_samples: completions of each prompt.
-        compared: what advantages compare instead of one reward a trajectory, float32, such as
-            several rewards or the returns of turns: [trajectories, numbers], NaN for no number.
-            It is enough that one column differs.
+        compared: what advantages compare instead of one reward a trajectory, float32, such as the
+            returns of turns: [trajectories, numbers], NaN for no number. It is enough that one
+            column differs.
     """
     rewards = rollout.scores[:, None] if compared is None else compared
     rewards = rewards.reshape(-1, num_samples, rewards.shape[1])

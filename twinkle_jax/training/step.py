@@ -141,31 +141,8 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     GAE over turns with `update.gae_lambda` below 1. `mixed` is the mean of that advantage and the
     episode's.
     """
-    config = recipe.config
-    counted = rollout.counted
-
-    def advantages_of(
-        rewards: Any, where: Any, lengths: Any, reward_weights: Any = None
-    ) -> jax.Array:
-        return recipe.estimator.advantages(
-            rewards,
-            config.rollout.num_samples,
-            config.update.scale,
-            where=where,
-            lengths=lengths,
-            greedy_rewards=rollout.greedy_rewards,
-            mask=rollout.batch.labels != IGNORE,
-            reward_weights=reward_weights,
-        )
-
-    if recipe.estimator.compares_parts and rollout.reward_parts:
-        parts = _parts(rollout)
-        known = ~np.isnan(parts)  # some rewards may not apply to a row
-        where = known if counted is None else known & counted[:, None]
-        weights = np.asarray([rollout.reward_weights[x] for x in rollout.reward_parts], np.float32)
-        of_episodes = advantages_of(np.where(known, parts, 0), where, rollout.lengths, weights)
-    else:
-        of_episodes = advantages_of(rollout.scores, counted, rollout.lengths)
+    config, counted = recipe.config, rollout.counted
+    of_episodes = _credit_of_episodes(recipe, rollout)
     if of_episodes.ndim == 1:
         of_episodes = jnp.repeat(of_episodes, rollout.rows_each)
     if rollout.episodes is None or config.update.credit == "episode":
@@ -186,7 +163,7 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
         gae_lambda=config.update.gae_lambda,
     )
     columns = zip(np.asarray(returns).T, has_turn.T, lengths.T, strict=True)
-    of_turns = [advantages_of(*column) for column in columns]
+    of_turns = [_estimate(recipe, rollout, *column) for column in columns]
     by_turn = jnp.repeat(jnp.stack(of_turns, axis=1), rollout.rows_each, axis=0)
     assert rollout.turns is not None
     # −1 marks positions outside turns: without a label, so their advantage is not used.
@@ -197,16 +174,44 @@ def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Ar
     return (advantages + of_episodes[:, None]) / 2
 
 
-def _parts(rollout: Rollout) -> np.ndarray[Any, Any]:
-    return np.stack([*rollout.reward_parts.values()], axis=1)
+def _credit_of_episodes(recipe: Recipe, rollout: Rollout) -> jax.Array:
+    """Compare whole trajectories; one advantage each, or one a position."""
+    counted = rollout.counted
+    if not (recipe.estimator.compares_parts and rollout.reward_parts):
+        return _estimate(recipe, rollout, rollout.scores, counted, rollout.lengths)
+    parts = np.stack([*rollout.reward_parts.values()], axis=1)
+    known = ~np.isnan(parts)  # some rewards may not apply to a row
+    where = known if counted is None else known & counted[:, None]
+    weights = np.asarray([rollout.reward_weights[x] for x in rollout.reward_parts], np.float32)
+    return _estimate(recipe, rollout, np.where(known, parts, 0), where, rollout.lengths, weights)
+
+
+def _estimate(
+    recipe: Recipe,
+    rollout: Rollout,
+    rewards: Any,
+    where: Any,
+    lengths: Any,
+    reward_weights: Any = None,
+) -> jax.Array:
+    return recipe.estimator.advantages(
+        rewards,
+        recipe.config.rollout.num_samples,
+        recipe.config.update.scale,
+        where=where,
+        lengths=lengths,
+        greedy_rewards=rollout.greedy_rewards,
+        mask=rollout.batch.labels != IGNORE,
+        reward_weights=reward_weights,
+    )
 
 
 def _compared(recipe: Recipe, rollout: Rollout) -> np.ndarray[Any, Any]:
     """Return what `credit` compares within a group, for `has_signal`."""
     columns = [rollout.scores[:, None]]
     if recipe.estimator.compares_parts and rollout.reward_parts:
-        weighs = [rollout.reward_weights[name] != 0 for name in rollout.reward_parts]
-        columns = [np.where(weighs, _parts(rollout), np.float32(np.nan))]
+        # The sum of normalised rewards, in which these may cancel; 0 in a group without a signal.
+        columns = [np.asarray(_credit_of_episodes(recipe, rollout))[:, None]]
     if rollout.episodes is not None and recipe.config.update.credit != "episode":
         discount, longest = recipe.config.update.discount, recipe.config.rollout.max_turns
         returns = np.full((len(rollout.episodes), longest), np.nan, np.float32)
