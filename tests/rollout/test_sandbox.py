@@ -142,6 +142,7 @@ python_tool()("import time; time.sleep(600)")
 def test_a_program_ends_with_a_trainer_that_is_killed():
     with subprocess.Popen([sys.executable, "-c", SLEEPING], cwd=ROOT) as trainer:
         while len(programs := _descendants(trainer.pid)) < 2:
+            assert trainer.poll() is None
             time.sleep(0.1)
         trainer.kill()
     end = time.monotonic() + 10
