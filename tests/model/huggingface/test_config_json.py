@@ -921,3 +921,12 @@ def test_sliding_layers_need_a_window():
     params, tokens = parameter_shapes(config), jax.ShapeDtypeStruct((1, 4), jnp.int32)
     with pytest.raises(ValueError, match="window"):
         jax.eval_shape(partial(hidden_states, config=config), params, tokens=tokens)
+
+
+def test_keys_that_are_missing_have_transformers_defaults():
+    """Its own files always have these keys; those of authors need not."""
+    assert parse_config(family("qwen3_next")).experts.normalised
+    assert not parse_config(family("qwen2_moe")).experts.normalised
+    for name in ("seed_oss", "glm", "glm4"):
+        attention = parse_config(family(name)).attention
+        assert attention.bias and not attention.output_bias
