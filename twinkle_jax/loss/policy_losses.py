@@ -55,8 +55,8 @@ class PolicyLoss(Loss):
         correction: weights the loss per token, as an `ImportanceCorrection` does, for a sampler
             whose log-probabilities differ from the trainer's; None for no correction. Divergence
             and entropy bonus are not weighted.
-        dual_clip: how many times its advantage the loss of a token may be where that is negative;
-            None: any number of times.
+        dual_clip: the loss of a token with a negative advantage is at most this times the size of
+            the advantage; None: no limit.
     """
 
     epsilon: Coefficient

@@ -54,7 +54,7 @@ class MultiTurn:
 
     All episodes of a prompt are reset with the same seed, derived from the key of the call. If an
     environment raises, times out, loses its connection or returns something invalid, its episode is
-    restarted once with the same seed. Invalid are also messages that the chat template rejects. If
+    restarted once with the same seed. Messages that the chat template rejects are invalid, too. If
     it fails again, the episode has no labels and is excluded from statistics. A failure never
     becomes an episode with reward 0.
 

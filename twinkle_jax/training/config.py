@@ -498,7 +498,7 @@ def _check_loss_options(update: UpdateConfig, kind: type[PolicyLoss]) -> None:
             continue
         least = 0.0 if name in _POSITIVE else -math.inf
         if name == "dual_clip":
-            by_default = defaults["epsilon_high"] or update.epsilon
+            by_default = defaults.get("epsilon_high") or update.epsilon
             least = 1 + (by_default if update.epsilon_high is None else update.epsilon_high)
         elif isinstance(defaults[name], bool) or not isinstance(defaults[name], int | float):
             continue

@@ -194,9 +194,8 @@ class DeltaNetConfig:
         key_dim: width of one key head.
         value_dim: width of one value head.
         kernel: length of the causal depthwise convolution, in tokens.
-        by_key_head: whether one projection makes the queries, keys, values and gates of each key
-            head, one after the other, and another one strengths and decays; otherwise there are
-            four.
+        by_key_head: whether there are two projections, for queries, keys, values and gates, and for
+            strengths and decays, whose outputs are grouped by key head; otherwise there are four.
     """
 
     key_heads: int

@@ -422,8 +422,8 @@ def rotate(
 ) -> Float[Array, "batch time heads width"]:
     """Rotate the first entries of each head, entry i with entry i + half; keep the others.
 
-    With `interleaved` these are entries 2i and 2i + 1, and return as i and i + half: queries and
-    keys change places alike, so that their products are what they were.
+    With `interleaved` a pair is entries 2i and 2i + 1, and is returned at i and i + half. The order
+    is the same in queries and keys, so their products do not change.
     """
     cos, sin = table
     half = cos.shape[-1]
