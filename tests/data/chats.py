@@ -81,6 +81,59 @@ _DEEPSEEK_CALLS = """{{- bos_token }}
 {%- endfor %}
 {%- if add_generation_prompt and not ns.answered %}{{- '<｜Assistant｜>' }}{%- endif %}"""
 
+# Answers of tools are written behind the calls of a message, and refused without them.
+_HARMONY_CALLS = """{%- set ns = namespace(name=none) %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- if '<|message|>' in m.content %}{{ raise_exception('channels in content') }}{% endif %}
+        {%- set thought = '<|start|>assistant<|channel|>analysis<|message|>' %}
+        {%- set thought = thought + m.thinking + '<|end|>' if m.thinking else '' %}
+        {%- if m.tool_calls %}
+            {%- if m.content and m.thinking %}{{ raise_exception('one of both') }}{% endif %}
+            {%- set ns.name = m.tool_calls[0].function.name %}
+            {{- thought + '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary' }}
+            {{- ' json<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+        {%- else %}
+            {%- set last = loop.last and not add_generation_prompt %}
+            {{- (thought if last else '') + '<|start|>assistant<|channel|>final<|message|>' }}
+            {{- m.content + ('<|return|>' if last else '<|end|>') }}
+        {%- endif %}
+    {%- elif m.role == 'tool' %}
+        {%- if ns.name is none %}{{ raise_exception('no call') }}{% endif %}
+        {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- m.content | tojson + '<|end|>' }}
+    {%- else %}{{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"""
+
+_GEMMA_CALLS = """{%- macro value(x) %}
+    {%- if x is string %}{{- '<|"|>' + x + '<|"|>' }}{%- else %}{{- x }}{%- endif %}
+{%- endmacro %}
+{{- bos_token }}
+{%- set ns = namespace(answered=false) %}
+{%- for m in messages if m.role != 'tool' %}
+    {%- set role = 'model' if m.role == 'assistant' else m.role %}
+    {{- '' if role == 'model' and ns.answered else '<|turn>' + role + '\n' }}
+    {%- set ns.answered = false %}
+    {%- for call in m.tool_calls or [] %}
+        {%- if call.function.arguments is string %}{{ raise_exception('no text') }}{% endif %}
+        {{- '<|tool_call>call:' + call.function.name + '{' }}
+        {%- for key, x in call.function.arguments.items() %}
+            {{- key + ':' + value(x) + ('' if loop.last else ',') }}
+        {%- endfor %}
+        {{- '}<tool_call|>' }}
+    {%- endfor %}
+    {%- for call in m.tool_calls or [] %}
+        {%- for n in messages if n.role == 'tool' and n.tool_call_id == call.id %}
+            {%- set ns.answered = true %}
+            {{- '<|tool_response>response:' + call.function.name + '{value:' + value(n.content) }}
+            {{- '}<tool_response|>' }}
+        {%- endfor %}
+    {%- endfor %}
+    {{- m.content + ('' if ns.answered else '<turn|>\n') }}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.answered %}{{- '<|turn>model\n' }}{%- endif %}"""
+
 _V3_CALL = (
     "{{- call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}"
     "{{- call.function.arguments + '\\n```' }}"
@@ -112,6 +165,8 @@ CALL_TEMPLATES = {
     "deepseek r1 distill": _DEEPSEEK_CALLS.replace("WRITTEN", "m.content is none").replace(
         "CALL\n", _V3_CALL
     ),
+    "harmony": _HARMONY_CALLS,
+    "gemma": _GEMMA_CALLS,
 }
 _CALL_TOKENS = {
     "llama": "<|eot_id|> <|python_tag|> <|start_header_id|> <|end_header_id|>",
@@ -120,6 +175,9 @@ _CALL_TOKENS = {
     "deepseek": "<｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
     "<｜tool▁call▁begin｜> <｜tool▁sep｜> <｜tool▁call▁end｜> <｜tool▁calls▁end｜> "
     "<｜tool▁output▁begin｜> <｜tool▁output▁end｜>",
+    "harmony": "<|return|> <|call|> <|end|> <|start|> <|channel|> <|constrain|> <|message|>",
+    "gemma": "<turn|> <|turn> <|tool_call> <tool_call|> <|tool_response> <tool_response|> "
+    '<|"|> <|channel> <channel|>',
 }
 
 CORPUS = [

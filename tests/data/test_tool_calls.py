@@ -246,6 +246,44 @@ def v3(name, arguments):
         ),
         ("deepseek", f"{MANY}{BEGIN}function{SEP}{{}}{END}{DONE}", [("function", {})], ""),
         ("deepseek", '```json\n{"x": 1}\n```', [], '```json\n{"x": 1}\n```'),
+        (
+            "harmony",
+            "<|channel|>analysis<|message|>I call to=functions.g.<|start|>assistant<|channel|>"
+            'commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>',
+            [("f", {"x": 1})],
+            "<|channel|>analysis<|message|>I call to=functions.g.",
+        ),
+        (
+            "harmony",
+            ' to=functions.f<|channel|>commentary json<|message|>{"x": 1}',
+            [("f", {"x": 1})],
+            "",
+        ),
+        ("harmony", "<|channel|>analysis to=f code<|message|>{}", [("f", {})], ""),
+        (
+            "harmony",
+            "<|channel|>final<|message|>Send it to=functions.f {}",
+            [],
+            "<|channel|>final<|message|>Send it to=functions.f {}",
+        ),
+        (
+            "gemma",
+            'So: <|tool_call>call:f{x:<|"|>a:{1}, "b"\n<tool_call|><|"|>,y:[1,-2.5,true],'
+            'z:{<|"|>k 1<|"|>:None,k2:<|"|><|"|>}}<tool_call|><|tool_call>call:g{}<tool_call|>',
+            [
+                (
+                    "f",
+                    {
+                        "x": 'a:{1}, "b"\n<tool_call|>',
+                        "y": [1, -2.5, True],
+                        "z": {"k 1": None, "k2": ""},
+                    },
+                ),
+                ("g", {}),
+            ],
+            "So:",
+        ),
+        ("gemma", "call:f{x:1}", [], "call:f{x:1}"),
     ],
 )
 def test_forms_of_chat_templates(tool_format, text, calls, content):
@@ -288,6 +326,18 @@ def test_ids_of_mistral():
         ("deepseek", f"{MANY}{v3('', '{}')}{v3('g', '{}')}{DONE}", "a call must have a name", 1),
         ("deepseek", f"{MANY}{BEGIN}f{END}{v3('g', '{}')}{DONE}", "Expecting", 1),
         ("deepseek", f"{MANY}f()", "Expecting", 0),
+        ("harmony", "<|start|>assistant to=f<|message|>x = 1<|call|>", "Expecting", 0),
+        ("harmony", "<|start|>assistant to=f<|message|>{} {}<|call|>", "must end after", 0),
+        ("gemma", "<|tool_call>call:f{x:1}", "must end with <tool_call|>", 0),
+        ("gemma", '<|tool_call>call:f{x:<|"|>1}<tool_call|>', "must end with <tool_call|>", 0),
+        (
+            "gemma",
+            "<|tool_call>call:f{x:}<tool_call|><|tool_call>call:g{}<tool_call|>",
+            "Expecting",
+            1,
+        ),
+        ("gemma", "<|tool_call>call:f{x:1,x:2}<tool_call|>", "duplicate key 'x'", 0),
+        ("gemma", "<|tool_call>call:f[1]<tool_call|>", "arguments must be a JSON object", 0),
     ],
 )
 def test_broken_calls_in_forms_of_chat_templates(tool_format, text, reason, good):
@@ -328,6 +378,8 @@ CALLS = {
     "llama": '{"name": "f", "parameters": {"x": "1"}}',
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"x": "1"}}]',
     "deepseek": MANY + v3("f", '{"x": "1"}') + DONE,
+    "harmony": '<|start|>assistant to=functions.f<|message|>{"x": "1"}<|call|>',
+    "gemma": '<|tool_call>call:f{"x": "1"}<tool_call|>',
 }
 CALLS_OF_G = {
     "hermes_qwen": CALLS["hermes_qwen"].replace('"f"', '"g"'),
@@ -336,6 +388,8 @@ CALLS_OF_G = {
     "llama": CALLS["llama"].replace('"f"', '"g"'),
     "mistral": '[TOOL_CALLS]g[ARGS]{"x": "1"}',
     "deepseek": CALLS["deepseek"].replace(f"{SEP}f", f"{SEP}g"),
+    "harmony": CALLS["harmony"].replace("functions.f", "functions.g"),
+    "gemma": CALLS["gemma"].replace("call:f", "call:g"),
 }
 
 
@@ -361,6 +415,26 @@ def test_thinking_holds_no_calls(name, any_format):
         assert parse(f"{two}\n<think>{thought}").calls == [second]
         assert parse(f"{finished}{two}{finished}{two}").calls == [second, second]
     assert parse(f"<think></think>{two}Thought:</think>{two}").calls == [second, second]
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "thinks", "ends"),
+    [
+        ("harmony", "<|channel|>analysis<|message|>", ""),
+        ("gemma", "<|channel>thought\n", "<channel|>"),
+        ("hermes_qwen", "<seed:think>", "</seed:think>"),
+    ],
+)
+def test_thinking_in_other_words_holds_no_calls(tool_format, thinks, ends):
+    """And what follows it does; thinking that is not closed goes on to the end."""
+    names = (tool_format, *ANY_FORMAT)
+    own, react = CALLS_OF_G[tool_format], "\nAction: f[1]\n"
+    for thought in (react, CALLS["hermes_qwen"], CALLS["cline"]):
+        text = f"{thinks}{thought}{ends}"
+        assert parse_tool_calls(text, names) == ([], [], text.rstrip())
+        assert parse_tool_calls(f"{thinks}{thought}", names).calls == []
+        parsed = parse_tool_calls(f"{text}{own}", names)
+        assert parsed == ([call("g", x="1")], [], text.rstrip())
 
 
 def test_tags_of_thinking_in_a_call_are_its_arguments():
@@ -426,6 +500,17 @@ PARTS = [
     BEGIN,
     SEP,
     END,
+    "<|start|>",
+    "<|channel|>analysis",
+    " to=functions.f",
+    "<|message|>",
+    "<|call|>",
+    "<|tool_call>call:f{",
+    "<tool_call|>",
+    '<|"|>',
+    "x:",
+    "<|channel>",
+    "<channel|>",
     "\n```json\n",
     "]",
     "\n",
@@ -529,6 +614,26 @@ REPEATED_FORMS = {
         v3("f", '{"'),
         v3("f", '["","'),
         f"{BEGIN}f{SEP}{{}}",
+    ],
+    "harmony": [
+        "<|start|>",
+        "<|start|>to=",
+        "<|start|>to=f<|message|>",
+        "<|start|>to=f<|message|>{}",
+        '<|start|>to=f<|message|>{"x": "',
+        "to=f",
+        "<|channel|>",
+        "<|channel|>analysis<|message|>",
+    ],
+    "gemma": [
+        "<|tool_call>call:",
+        "<|tool_call>call:f{",
+        "<|tool_call>call:f{x:1}<tool_call|>",
+        '<|tool_call>call:f{<|"|>',
+        '<|"|>',
+        "{x",
+        ",x:None",
+        "<|channel>",
     ],
 }
 

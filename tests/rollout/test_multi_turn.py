@@ -822,6 +822,9 @@ CALLS = {
     '```json\n{"x": 21}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "deepseek v3.1": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>double<｜tool▁sep｜>"
     '{"x": 21}<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "harmony": "<|channel|>analysis<|message|>Twice 21.<|start|>assistant<|channel|>commentary "
+    'to=functions.double <|constrain|>json<|message|>{"x": 21}',
+    "gemma": "<|channel>thought\nTwice 21.<channel|><|tool_call>call:double{x:21}<tool_call|>",
 }
 
 

@@ -35,6 +35,8 @@ _MARK = "\ue0f8"  # around a placeholder of the assistant's last message, to fin
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of thoughts in messages
 _TRUSTED = ("assistant", "system")  # may write <think> and the like, but no special token
 _EXAMPLE = "an_example"  # a tool
+# Of chat templates that write answers of tools only behind calls, what they write after arguments.
+_CALL_ENDS = {"harmony": "<|call|>", "gemma": "<tool_call|>"}
 
 TruncationStrategy = Literal["raise", "left", "right", "delete", "split"]
 """What happens to conversations longer than `max_length`."""
@@ -284,31 +286,48 @@ class Template:
         self, turns: Sequence[Mapping[str, Any]], *, prompt: bool
     ) -> list[list[int]]:
         """Encode what the template writes after the words of the assistant's last message."""
-        conversations, marks = [], []
+        conversations, marks, ends = [], [], []
         for turn in turns:
             before = turn["messages"]
             if self.chat_template is None or not before or before[-1].get("role") != "assistant":
                 raise ValueError("feature must end with a message of the assistant, to continue")
             answered = [*before, *turn["new"]]
             _check_messages(answered)
-            answered = self._with_ids(answered)
+            answered = self._with_calls(answered)
             hidden = [self._hide(message) for message in answered]
             number, text = 0, repr(hidden)
             while f"\\ue0f8{number}\\ue0f8" in text:  # no message contains the mark
                 number += 1
             marks.append(f"{_MARK}{number}{_MARK}")
-            # Without its tool calls and thoughts: the sampled tokens spell them already.
-            hidden[len(before) - 1] = {"role": "assistant", "content": marks[-1]}
+            calls = hidden[len(before) - 1].get("tool_calls")
+            end = _CALL_ENDS.get(self.tool_formats[0], "") if calls else ""
+            hidden[len(before) - 1] = self._marked(marks[-1], calls if end else None)
+            ends.append(end)
             conversations.append(self._variables(hidden, turn.get("tools"), prompt))
         tokens = []
         template = self.chat_template
         texts = template.render_all(conversations) if template and conversations else []
-        for text, mark in zip(texts, marks, strict=True):
+        for text, mark, end in zip(texts, marks, ends, strict=True):
             _, separator, after = text.rpartition(mark)
             if not separator:
                 raise ValueError("chat_template must render the assistant's last message")
+            if end:
+                after = after.partition(end)[2]
             tokens.append(self._control.encode(after).ids)
         return tokens
+
+    def _marked(self, mark: str, calls: Any) -> dict[str, Any]:
+        """Return a message of the assistant with a mark as its content, or as its calls' arguments.
+
+        The sampled tokens spell its thoughts and calls already. Some templates write one call only.
+        """
+        if not calls:
+            return {"role": "assistant", "content": mark}
+        marked = [
+            {**call, "function": {"name": call["function"]["name"], "arguments": {"x": mark}}}
+            for call in calls
+        ]
+        return {"role": "assistant", "content": self._example_call[1], "tool_calls": marked}
 
     def _unless_sampled(self, tokens: list[int], turn: Mapping[str, Any]) -> list[int]:
         """Leave out the template's end of the assistant's turn if the policy has sampled one."""
@@ -369,8 +388,8 @@ class Template:
     def tool_formats(self) -> tuple[str, ...]:
         """The formats of tool calls that a completion may have, for `parse_tool_calls`.
 
-        The format in which the chat template writes a call comes first, if it is `llama`, `mistral`
-        or `deepseek`; then those of any policy.
+        The format in which the chat template writes a call comes first, if it is `llama`,
+        `mistral`, `deepseek`, `harmony` or `gemma`; then those of any policy.
         """
         text = self.example_call
         written = [name for name in TEMPLATE_FORMATS if _has_example(text, name)]
@@ -403,13 +422,16 @@ class Template:
                     return text, content
         return "", ""
 
-    def _with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Write calls and their ids into messages, since Mistral's templates need them.
+    def _with_calls(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Write calls and their ids into messages, where chat templates need them.
 
-        They refuse an answer of a tool that has no id of a call, and one behind a message of the
-        assistant that has no calls. Missing ids are made up.
+        Those of Mistral, gpt-oss and Gemma 4 refuse an answer of a tool, or leave it out, if the
+        assistant's message before it has no calls, or the answer no id of a call. Missing ids are
+        made up. That of gpt-oss refuses channels in `content`.
         """
-        if all(m["role"] != "tool" for m in messages) or self.tool_formats[0] != "mistral":
+        form = self.tool_formats[0]
+        answered = any(message["role"] == "tool" for message in messages)
+        if form != "harmony" and not (answered and form in ("mistral", *_CALL_ENDS)):
             return list(messages)
         written: list[Mapping[str, Any]] = []
         ids: list[str] = []
@@ -419,9 +441,12 @@ class Template:
             if message["role"] == "assistant" and following and following["role"] == "tool":
                 content = message_text(message)
                 if not calls:
-                    calls, errors, content = parse_tool_calls(content, self.tool_formats)
-                    broken = [error.text for error in errors] or ([] if calls else [content])
-                    calls = [*calls, *({"function": {"name": "", "arguments": x}} for x in broken)]
+                    calls, errors, rest = parse_tool_calls(content, self.tool_formats)
+                    broken = [(error.name, error.text) for error in errors]
+                    if not calls and not broken:
+                        broken = [("", content)]
+                    functions = [{"name": name, "arguments": {"text": x}} for name, x in broken]
+                    calls, content = [*calls, *({"function": x} for x in functions)], rest
                 message = {**message, "content": content}
             if calls:
                 ids = [x.get("id") or f"call{count + i:05}" for i, x in enumerate(calls)]
@@ -430,6 +455,8 @@ class Template:
                 message = {**message, "tool_calls": calls}
             if message["role"] == "tool" and not message.get("tool_call_id"):
                 message = {**message, "tool_call_id": ids.pop(0) if ids else f"call{count:05}"}
+            if message["role"] == "assistant" and form == "harmony":
+                message = _without_channels(message)
             written.append(message)
         return written
 
@@ -465,7 +492,7 @@ class Template:
                 spans = [] if prompt else [(0, len(text) + 1)]
                 rendered.append((Encoded(ids, starts, text), spans))
             return rendered
-        hidden = [[self._hide(m) for m in self._with_ids(x["messages"])] for x in trajectories]
+        hidden = [[self._hide(m) for m in self._with_calls(x["messages"])] for x in trajectories]
         conversations = []
         for trajectory, messages in zip(trajectories, hidden, strict=True):
             tools = trajectory.get("tools")
@@ -506,7 +533,8 @@ class Template:
         thoughts = [present[name] for name in _REASONING if name in present]
         if thoughts:  # as transformers does: data sets have one name, templates read another
             plain = {"thinking": thoughts[0], **plain, "reasoning_content": thoughts[0]}
-        return dict(self._control.hide(plain, trusted=message["role"] in _TRUSTED))
+        trusted = message["role"] in _TRUSTED and self.tool_formats[0] != "harmony"
+        return dict(self._control.hide(plain, trusted=trusted))
 
     def _variables(self, messages: Any, tools: Any, prompt: bool) -> dict[str, Any]:
         """Return the chat template's variables for a conversation."""
@@ -557,6 +585,21 @@ def _check_messages(messages: Sequence[Any]) -> None:
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise ValueError(f"messages[{i}] must have a role, a word, got {message!r}")
+
+
+def _without_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Move the analysis of gpt-oss from `content` to `thinking`, and with a call all of it."""
+    content = message_text(message)
+    if "<|message|>" not in content:
+        return message
+    thoughts: list[str] = []
+    words: list[str] = []
+    for part in content.split("<|start|>"):
+        header, _, text = part.partition("<|message|>")
+        is_thought = "analysis" in header or message.get("tool_calls")
+        (thoughts if is_thought else words).append(text)
+    thinking = "\n".join(thoughts)
+    return {**({"thinking": thinking} if thinking else {}), **message, "content": "\n".join(words)}
 
 
 def _has_example(text: str, tool_format: str) -> bool:

@@ -31,6 +31,8 @@ _TAGS = (
     *("<|python_tag|>", "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),  # of gpt-oss
+    *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),  # of Gemma 4
 )
 _SIGN = "\ue0f7"  # around the code of a hidden character; hidden itself where a text has it
 _HIDDEN = re.compile(f"{_SIGN}([0-9a-fA-F]+){_SIGN}")

@@ -1,10 +1,13 @@
-"""Tool calls in the text of a model: Hermes and Qwen, Cline, ReAct, Llama 3, Mistral, DeepSeek.
+"""Tool calls in the text of a model.
+
+Formats: Hermes and Qwen, Cline, ReAct, Llama 3, Mistral, DeepSeek, gpt-oss, Gemma 4.
 
 The text is untrusted: parsing takes time linear in its length, and no text raises an error. A
 broken call is returned as a `ToolCallError`, anything else as text.
 """
 
 import itertools
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +34,18 @@ _ACTION = re.compile(r"\s*Action\s*:\s*([\w\-./]+)\s*(?:\[(.*)\]\s*)?")
 _ACTION_INPUT = re.compile(r"\s*Action Input\s*:(.*)", re.DOTALL)
 _REACT_LINE = re.compile(r"\s*(?:Thought|Action|Observation|Final Answer)\s*:")
 _ID = re.compile("[A-Za-z0-9]{9}")  # of a call, as Mistral's templates want it
+_GEMMA_MARK = re.compile(r'<\|"\|>|<tool_call\|>')
+_GEMMA_KEY = re.compile(r'([{,]\s*)([^\s"{}\[\],:]+)(?=\s*:)')
+_GEMMA_NONE = re.compile(r"([:\[,]\s*)None(?=\s*[,}\]])")
+_THINKING = "|".join(
+    rf"{opening}.*?(?:{closing}|\Z)"
+    for opening, closing in (
+        ("<think>", "</think>"),
+        ("<seed:think>", "</seed:think>"),
+        (r"<\|channel>", r"<channel\|>"),
+        (r"<\|channel\|>analysis\s*<\|message\|>", r"(?=<\|start\|>)"),
+    )
+)
 
 
 class ToolCallError(NamedTuple):
@@ -39,10 +54,12 @@ class ToolCallError(NamedTuple):
     Attributes:
         reason: what is wrong, for the model or a log.
         text: the beginning of the call.
+        name: of the function; empty if it cannot be read.
     """
 
     reason: str
     text: str
+    name: str = ""
 
 
 class ParsedToolCalls(NamedTuple):
@@ -77,12 +94,33 @@ class _Form(NamedTuple):
         closing: what must follow the JSON.
         end: the end of a call whose JSON is broken.
         arguments: names of the arguments in a call.
+        read: reads the JSON that begins at a place, and returns it and its end.
     """
 
     opening: str
     closing: str = ""
     end: str = r"\Z"
     arguments: tuple[str, ...] = ("arguments",)
+    read: Callable[[str, int], tuple[Any, int]] = parse_json_at
+
+
+def _read_gemma(text: str, start: int) -> tuple[Any, int]:
+    """Read arguments of Gemma 4: its JSON has `<|"|>` around texts, and nothing around keys."""
+    pieces: list[str] = []
+    at, in_text = start, False
+    for mark in _GEMMA_MARK.finditer(text, start):
+        is_quote = mark[0] == '<|"|>'
+        if in_text and not is_quote:
+            continue
+        piece = text[at : mark.start()]
+        if in_text:
+            pieces.append(json.dumps(piece))
+        else:
+            pieces.append(_GEMMA_NONE.sub(r"\1null", _GEMMA_KEY.sub(r'\1"\2"', piece)))
+        if not is_quote:
+            return parse_json("".join(pieces)), mark.start()
+        at, in_text = mark.end(), not in_text
+    raise ValueError("a call must end with <tool_call|>")
 
 
 _FORMS = {
@@ -102,6 +140,20 @@ _FORMS = {
         closing=r"\s*(?:```\s*)?(?:<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|\Z)",
         end=r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|\Z",
     ),
+    "harmony": _Form(
+        # A message to a tool: the recipient stands before or behind the channel.
+        r"(?:\A|<\|start\|>)[^<]{0,64}?(?:<\|channel\|>[^<]{0,64}?)?"
+        r"\bto=(?:functions\.)?(?P<name>[\w.\-]+)[^<]{0,64}(?:<\|channel\|>[^<]{0,64})?"
+        r"(?:<\|constrain\|>[^<]{0,64})?<\|message\|>\s*",
+        closing=r"\s*(?:<\|call\|>|(?=<\|start\|>)|\Z)",
+        end=r"<\|call\|>|(?=<\|start\|>)|\Z",
+    ),
+    "gemma": _Form(
+        r'<\|tool_call>\s*call:(?P<name>[^\s{}\[\]<"]+)\s*',
+        closing=r"<tool_call\|>",
+        end=r"<tool_call\|>|\Z",
+        read=_read_gemma,
+    ),
 }
 
 
@@ -111,15 +163,17 @@ def parse_tool_calls(
     """Parse tool calls in the first of the formats that a text has.
 
     Nothing between `<think>` and `</think>` is a call, nor anything after `<think>` if it is never
-    closed. If the text has `</think>` first, it has been thinking from its beginning: many chat
-    templates write `<think>` into the prompt. The parsers of single formats know no thinking.
+    closed; the same holds for thinking as Gemma 4, Seed-OSS and gpt-oss mark it. If the text has
+    `</think>` first, it has been thinking from its beginning: many chat templates write `<think>`
+    into the prompt. The parsers of single formats know no thinking.
 
     Args:
         text: what the assistant wrote.
         tool_format: the name of a format, several, or `"any"` for `hermes_qwen`, `cline` and
-            `react`. `llama`, `mistral` and `deepseek` are for policies whose chat template writes
-            them, as [`Template.tool_formats`][twinkle_jax.data.Template.tool_formats] says: in
-            another policy's text they may be anything, such as an answer in JSON.
+            `react`. `llama`, `mistral`, `deepseek`, `harmony` (gpt-oss) and `gemma` (Gemma 4) are
+            for policies whose chat template writes them, as
+            [`Template.tool_formats`][twinkle_jax.data.Template.tool_formats] says: in another
+            policy's text they may be anything, such as an answer in JSON.
         thinking: whether the text begins inside thinking that the prompt has opened.
 
     Returns:
@@ -162,7 +216,7 @@ def _split_thinking(text: str, thinking: bool, form: _Form | None) -> list[tuple
     blocks.
     """
     call = form.opening if form else _CLOSED_CALL
-    marks = re.compile(rf"<think>.*?(?:</think>|\Z)|</think>|(?P<call>{call})", re.DOTALL)
+    marks = re.compile(rf"{_THINKING}|</think>|(?P<call>{call})", re.DOTALL)
     ends = [0]  # of parts; thinking and the rest alternate
     if thinking:
         closing = text.find("</think>")
@@ -174,7 +228,7 @@ def _split_thinking(text: str, thinking: bool, form: _Form | None) -> list[tuple
             at = max(at, match.start() + 1)
             if form and broken < _BROKEN:
                 try:
-                    at = parse_json_at(text, match.end())[1]
+                    at = form.read(text, match.end())[1]
                 except ValueError:  # what is broken has no arguments
                     broken += 1
             continue
@@ -344,7 +398,7 @@ def _parse_form(text: str, form: _Form) -> ParsedToolCalls:
         found_calls: list[Any] = []
         problem = None
         try:
-            value, at = parse_json_at(text, match.end())
+            value, at = form.read(text, match.end())
             closed = closing.match(text, at)
             if closed is None:
                 raise ValueError("a call must end after its arguments")
@@ -358,25 +412,28 @@ def _parse_form(text: str, form: _Form) -> ParsedToolCalls:
             try:
                 calls.append(_read_call(call, form.arguments))
             except ValueError as error:
-                errors.append(_error(error, text, blocks[-1]))
+                errors.append(_error(error, text, blocks[-1])._replace(name=_name(match)))
                 continue
             if isinstance(call.get("id"), str) and _ID.fullmatch(call["id"]):
                 calls[-1]["id"] = call["id"]
         if problem is not None:
-            errors.append(_error(problem, text, blocks[-1]))
+            errors.append(_error(problem, text, blocks[-1])._replace(name=_name(match)))
     return ParsedToolCalls(calls, errors, _without(text, blocks))
 
 
 def _calls_of(value: Any, opening: re.Match[str]) -> list[Any]:
     """Return the calls, with their names, that stand as JSON after a marker."""
-    groups = opening.groupdict()
-    name = groups.get("name") or groups.get("function")
-    if name is not None:
-        return [{"name": name.strip(), "arguments": value, "id": groups.get("id")}]
+    if name := _name(opening):
+        return [{"name": name, "arguments": value, "id": opening.groupdict().get("id")}]
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise ValueError("a list of calls must not be empty")
     return calls
+
+
+def _name(opening: re.Match[str]) -> str:
+    groups = opening.groupdict()
+    return (groups.get("name") or groups.get("function") or "").strip()
 
 
 TEMPLATE_FORMATS = tuple(_FORMS)

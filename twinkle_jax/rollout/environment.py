@@ -24,7 +24,9 @@ from twinkle_jax.reward.scoring import error_place, shown
 Observation = str | bytes | Message | Sequence[Message] | None
 """What the policy reads: text (as a user's message), messages of a user or a tool, or None."""
 
-ToolFormat = Literal["any", "hermes_qwen", "cline", "react", "llama", "mistral", "deepseek"]
+ToolFormat = Literal[
+    "any", "hermes_qwen", "cline", "react", "llama", "mistral", "deepseek", "harmony", "gemma"
+]
 """Format of tool calls in the policy's text; `any` tries the first three."""
 
 _CAUSES = ("raised", "timeout", "connection", "reply", "died")

@@ -85,11 +85,11 @@ class Template(BaseTemplate):
             kept.append((encoded, spans))
         return kept
 
-    def _with_ids(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    def _with_calls(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         have_calls = any(message.get("tool_calls") for message in messages)
         if have_calls and self.tool_formats[0] != "deepseek":  # whose template wants text
             messages = [_decode_calls(message) for message in messages]
-        return super()._with_ids(messages)
+        return super()._with_calls(messages)
 
     def concat_input_feature(
         self, prompt_input_feature: Mapping[str, Any], new_tokens: Sequence[int]
