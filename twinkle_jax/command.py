@@ -279,7 +279,12 @@ def _evaluate(options: Any) -> int:
         system=options.system,
         seed=options.seed,
         warm_start=base.warm_start if run is None else 0.0,
-        evaluation=EvaluationConfig(problems=options.problems, path=file, pass_k=options.pass_k),
+        evaluation=EvaluationConfig(
+            problems=options.problems,
+            path=file,
+            pass_k=options.pass_k,
+            slots=base.evaluation.slots,
+        ),
         rollout=rollout,
         update=dataclasses.replace(base.update, micro_batch_tokens=1 << 30),  # nothing is updated
     )

@@ -147,6 +147,24 @@ def test_a_run_evaluates_with_its_own_settings_and_its_judge():
     assert not reward.calls
 
 
+@pytest.mark.parametrize(("evaluation", "slots"), [(None, 3), (2, 2)])
+def test_a_run_evaluates_with_as_many_slots_as_it_samples_with_or_its_own(evaluation, slots):
+    class Settings(Exception):
+        pass
+
+    class Asked:
+        row_shards = 1
+
+        def draw(self, params, prompts, key, settings):
+            raise Settings(settings.slots)
+
+    config = TrainConfig(
+        rollout=RolloutConfig(slots=3), evaluation=EvaluationConfig(slots=evaluation)
+    )
+    with pytest.raises(Settings, match=f"^{slots}$"):
+        held_out(config, Task([], PROBLEMS, Judge()), POLICY, engine=Asked())
+
+
 @pytest.mark.slow
 def test_a_run_evaluates_with_its_penalty_and_its_filters():
     rollout = RolloutConfig(max_new_tokens=4, top_k=1, repetition_penalty=1e4)

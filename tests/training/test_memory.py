@@ -12,6 +12,7 @@ from tests.training import small_run
 from twinkle_jax.model import init_params, shard_like_params
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
+    EvaluationConfig,
     MeshConfig,
     TrainConfig,
     UpdateConfig,
@@ -21,7 +22,13 @@ from twinkle_jax.training import (
     train,
 )
 from twinkle_jax.training.config import automatic_budget, with_choices
-from twinkle_jax.training.memory import device_memory, fit, rollout_memory, update_memory
+from twinkle_jax.training.memory import (
+    device_memory,
+    evaluation_memory,
+    fit,
+    rollout_memory,
+    update_memory,
+)
 from twinkle_jax.training.state import find_devices
 
 POLICY = small_policy(0)
@@ -185,6 +192,32 @@ def test_settings_that_choose_themselves_are_made_to_fit():
     assert chosen.update.micro_batch_tokens == budget // 4
     assert f"micro_batch_tokens {budget // 4}" in notes[-2]
     assert chosen.rollout.slots is None
+
+
+@pytest.mark.slow
+def test_evaluations_are_made_to_fit():
+    """Of 256 problems, each with a prompt of its own, where a step has 8 prompts of 2 rows."""
+    recipe, state = begun(micro_batch_tokens=256)
+    needed = evaluation_memory(recipe, state)
+    step = max(update_memory(recipe, state), of_rollout())
+    assert needed - of_rollout() >= 200 * 127 * TOKEN
+    notes = []
+    unbounded = fit(recipe, state, needed, notes.append, evaluates=True)
+    assert unbounded.evaluation.slots is None and notes[-1].startswith("evaluation.slots all: ")
+    chosen = fit(recipe, state, (needed + step) // 2, notes.append, evaluates=True)
+    assert chosen.rollout.slots is None and chosen.evaluation.slots in (64, 128)
+    assert notes[-1].startswith(f"evaluation.slots {chosen.evaluation.slots}: ")
+    assert fit(recipe, state, (needed + step) // 2, notes.append) == unbounded
+    recipe, state = begun(micro_batch_tokens=256)
+    given = dataclasses.replace(recipe.config, evaluation=EvaluationConfig(slots=256, problems=300))
+    with pytest.raises(ValueError, match=r"evaluation\.slots must be at most"):
+        fit(
+            recipe._replace(config=given),
+            state,
+            (needed + step) // 2,
+            notes.append,
+            evaluates=True,
+        )
 
 
 @pytest.mark.slow

@@ -232,6 +232,8 @@ class EvaluationConfig:
         pass_k: k of pass@k; 0 evaluates greedily alone.
         reward: in place of the training reward, and named like it; an answer is right if its reward
             is 1 or more.
+        slots: rows sampled at a time, a multiple of mesh.data times mesh.fsdp; none: rollout.slots,
+            or all rows of 256 problems without it, or fewer if these do not fit a device.
     """
 
     every: int = at_least(0, default=25)
@@ -239,6 +241,7 @@ class EvaluationConfig:
     path: str | None = None
     pass_k: int = at_least(0, default=0)
     reward: str | None = None
+    slots: int | None = None
 
 
 @dataclass(frozen=True)
@@ -649,11 +652,12 @@ def _check_rows(config: TrainConfig) -> None:
             f"got {update.mini_batches}"
         )
     devices = config.mesh.data * config.mesh.fsdp
-    if rollout.slots is not None and (rollout.slots < 1 or rollout.slots % devices):
-        raise ValueError(
-            "rollout.slots must be a positive multiple of mesh.data times mesh.fsdp, "
-            f"{devices}, got {rollout.slots}"
-        )
+    for name, slots in (("rollout", rollout.slots), ("evaluation", config.evaluation.slots)):
+        if slots is not None and (slots < 1 or slots % devices):
+            raise ValueError(
+                f"{name}.slots must be a positive multiple of mesh.data times mesh.fsdp, "
+                f"{devices}, got {slots}"
+            )
     rows = rollout.prompts * rollout.num_samples
     if rows % devices:
         raise ValueError(

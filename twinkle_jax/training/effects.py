@@ -54,7 +54,7 @@ _CONDITIONS = (
     _Condition(
         "sampling in this process, without server.url",
         lambda config: config.server.url is None,
-        "rollout.slots",
+        "rollout.slots evaluation.slots",
     ),
     _Condition("tools", lambda config: config.tools is not None, "rollout.tools_in"),
     _Condition(
@@ -98,7 +98,7 @@ _CONDITIONS = (
     _Condition(
         "evaluation.path for a task from a file",
         lambda config: config.evaluation.path is not None or has_held_out(config.task),
-        "evaluation.pass_k evaluation.reward",
+        "evaluation.pass_k evaluation.reward evaluation.slots",
     ),
     _Condition(
         "evaluation.path for a task from a file",

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.task import Task
 
 _Rewards = np.ndarray[Any, Any]
-_BATCH = 256  # prompts at once
+BATCH = 256
+"""Problems that are sampled together."""
 
 
 def evaluate(
@@ -42,7 +44,7 @@ def evaluate(
     engine: Engine | None = None,
     params: Params | None = None,
     pass_k: int = 0,
-    batch: int = _BATCH,
+    batch: int = BATCH,
     seed: int = 0,
     compute_dtype: DTypeLike | None = None,
     reward_timeout: float = 600.0,
@@ -147,7 +149,7 @@ def evaluate_episodes(
             episodes.extend(played)
             return returns
 
-        returns = _in_batches(score, prompts, _BATCH, seed, check)
+        returns = _in_batches(score, prompts, BATCH, seed, check)
         check_failures(episodes, player.settings.max_failed)
         return returns, episodes
 
@@ -212,13 +214,14 @@ def held_out(
     if not task.held_out:
         return {}
     reward = task.judge or task.reward
+    settings = replace(config.rollout, slots=config.evaluation.slots or config.rollout.slots)
     if engine is None:
         engine = LocalEngine(policy.config, policy.template, policy.frozen, config.dtype, mesh)
     if task.environment is not None:
         source = MultiTurn(
             engine,
             task.environment,
-            config.rollout,
+            settings,
             reward,
             discount=config.update.discount,
             reward_timeout=config.reward_timeout,
@@ -236,7 +239,7 @@ def held_out(
         policy,
         task.held_out,
         reward,
-        config.rollout,
+        settings,
         engine=engine,
         params=params,
         pass_k=config.evaluation.pass_k,

@@ -1,6 +1,7 @@
 """Device memory of a run, from its compiled programs, and settings that fit into it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ import numpy as np
 
 from twinkle_jax.data import Batch, bucket_size
 from twinkle_jax.data.batch import batch_width
+from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget, with_setting
 from twinkle_jax.training.engine import replayed_routing
+from twinkle_jax.training.evaluation import BATCH
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.packing import Packing, line_width
 from twinkle_jax.training.state import TrainState, apply_gradients, shapes_of
@@ -79,7 +82,10 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         recipe: of the run; its slots and the maximum lengths of prompts and completions are read.
         state: what is trained; arrays, or their shapes and shardings.
     """
-    rollout = recipe.config.rollout
+    return _sampling_memory(recipe, state, recipe.config.rollout)
+
+
+def _sampling_memory(recipe: Recipe, state: TrainState, rollout: RolloutConfig) -> int:
     state, frozen = shapes_of(state), shapes_of(recipe.frozen)
     held = sum(map(device_bytes, (state, frozen, shapes_of(recipe.reference))))
     rows = rollout.prompts * rollout.num_samples
@@ -114,18 +120,40 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
     return drawing + held
 
 
-def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], None]) -> TrainConfig:
-    """Choose what is recomputed, a budget of tokens and a number of slots that fit into a device.
+def evaluation_memory(recipe: Recipe, state: TrainState) -> int:
+    """Compute the peak bytes per device of an evaluation, as `rollout_memory`."""
+    config = recipe.config
+    prompts, k = min(config.evaluation.problems, BATCH), config.evaluation.pass_k
+
+    def needed(samples: int) -> int:
+        slots = config.evaluation.slots or config.rollout.slots
+        rollout = replace(config.rollout, prompts=prompts, num_samples=samples, slots=slots)
+        return _sampling_memory(recipe, state, rollout)
+
+    return max(needed(samples) for samples in ((1, 2 * k) if k else (1,)))
+
+
+def fit(
+    recipe: Recipe,
+    state: TrainState,
+    limit: int,
+    note: Callable[[str], None],
+    *,
+    evaluates: bool = False,
+) -> TrainConfig:
+    """Choose what is recomputed, a budget of tokens and numbers of slots that fit into a device.
 
     Args:
         recipe: of the run.
         state: what is trained.
         limit: bytes of a device.
         note: called with a sentence about each choice.
+        evaluates: whether the run has held-out problems.
 
     Returns:
-        The configuration, with `update.recompute` chosen, and a smaller `update.micro_batch_tokens`
-        and `rollout.slots` where the automatic values do not fit.
+        The configuration, with `update.recompute` chosen, and a smaller
+        `update.micro_batch_tokens`, `rollout.slots` and `evaluation.slots` where the automatic
+        values do not fit.
 
     Raises:
         ValueError: if a value that the user set does not fit; the message names the largest that
@@ -161,8 +189,16 @@ def fit(recipe: Recipe, state: TrainState, limit: int, note: Callable[[str], Non
     config = choose("update.micro_batch_tokens", budgets, update_memory, user_set)
     if config.server.url is not None:  # it samples, with memory of its own
         return config
-    user_set = config.rollout.slots is not None
-    return choose("rollout.slots", _fewer_slots(config), rollout_memory, user_set)
+    shards = config.mesh.data * config.mesh.fsdp
+    rows, slots = config.rollout.prompts * config.rollout.num_samples, config.rollout.slots
+    fewer = _fewer_slots(slots, rows, shards)
+    config = choose("rollout.slots", fewer, rollout_memory, slots is not None)
+    if not evaluates:
+        return config
+    rows = min(config.evaluation.problems, BATCH) * max(2 * config.evaluation.pass_k, 1)
+    slots = config.evaluation.slots
+    fewer = _fewer_slots(slots, min(rows, config.rollout.slots or rows), shards)
+    return choose("evaluation.slots", fewer, evaluation_memory, slots is not None)
 
 
 def _smaller_budgets(config: TrainConfig) -> Iterator[int]:
@@ -174,11 +210,10 @@ def _smaller_budgets(config: TrainConfig) -> Iterator[int]:
         yield tokens
 
 
-def _fewer_slots(config: TrainConfig) -> Iterator[int | None]:
+def _fewer_slots(given: int | None, rows: int, shards: int) -> Iterator[int | None]:
     """Halve the slots down to one for each device that rows are spread over."""
-    yield config.rollout.slots
-    shards = config.mesh.data * config.mesh.fsdp
-    slots = config.rollout.slots or config.rollout.prompts * config.rollout.num_samples
+    yield given
+    slots = given or rows
     while slots > shards:
         slots = max(-(-slots // (2 * shards)), 1) * shards
         yield slots

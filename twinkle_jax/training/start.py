@@ -140,7 +140,6 @@ def begin(
     engine = make_engine(config, policy, mesh)
     if source is None:
         _check_server(config, engine)
-        totals = _judge_first(totals, config, task, policy, engine, display)
     recipe = make_recipe(
         config, policy, task.reward, environment=task.environment, engine=engine, mesh=mesh
     )
@@ -148,10 +147,14 @@ def begin(
     state = begin_training(policy.params, recipe.optimizer, mesh)
     others = sum(device_bytes(shapes_of(model.params)) for model in task.reward_models())
     resumed = source is not None
-    recipe = _fit_devices(recipe, state, display, others=others, resumed=resumed)
+    recipe = _fit_devices(
+        recipe, state, display, others=others, resumed=resumed, evaluates=bool(task.held_out)
+    )
     if recipe.config != config and not resumed:
         _write_config(recipe.config, directory)
     config = recipe.config
+    if not resumed:
+        totals = _judge_first(totals, config, task, policy, engine, display)
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     base = fingerprint_of_base(policy)
@@ -319,7 +322,13 @@ def _write_config(config: TrainConfig, directory: Path) -> None:
 
 
 def _fit_devices(
-    recipe: Recipe, state: TrainState, display: Display, *, others: int, resumed: bool
+    recipe: Recipe,
+    state: TrainState,
+    display: Display,
+    *,
+    others: int,
+    resumed: bool,
+    evaluates: bool,
 ) -> Recipe:
     """Reduce automatic settings until they fit the devices' memory, where that is known.
 
@@ -329,6 +338,7 @@ def _fit_devices(
         display: shows what is chosen.
         others: bytes per device of other models.
         resumed: whether the run goes on from a checkpoint.
+        evaluates: whether it has held-out problems.
     """
     memory = recipe.config.mesh.memory
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
@@ -340,9 +350,12 @@ def _fit_devices(
     limit, recompute = min(limits) - others, recipe.config.update.recompute
     if resumed and recompute == "auto":  # it began where memory is not known, and layers were
         layers = with_setting(recipe.config, "update.recompute", "layers")
-        config = fit(recipe._replace(config=layers), state, limit, display.note)
+        config = fit(
+            recipe._replace(config=layers), state, limit, display.note, evaluates=evaluates
+        )
         return with_config(recipe, with_setting(config, "update.recompute", recompute))
-    return with_config(recipe, fit(recipe, state, limit, display.note))
+    config = fit(recipe, state, limit, display.note, evaluates=evaluates)
+    return with_config(recipe, config)
 
 
 def with_adapter(
