@@ -37,6 +37,7 @@ from twinkle_jax.training import (
     progress,
     save_policy,
     start,
+    tracking,
     train,
 )
 from twinkle_jax.training.config import from_dict, with_setting
@@ -488,6 +489,28 @@ def test_a_run_resumes_exactly_among_steps_without_a_signal(folder, tmp_path):
     train(run_config, reward=rewards_of_steps(first=3))
     assert arrays(tmp_path / "cut", 4) == arrays(tmp_path / "whole", 4)
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_an_error_of_a_tracker_loses_no_step(folder, uninterrupted, tmp_path, monkeypatch):
+    """All steps since the last checkpoint were lost; the step's line is written again."""
+    rarely = dataclasses.replace(SHOWN, checkpoint_every=50, tensorboard=True)
+    run_config = own_config(folder, tmp_path, logging=rarely)
+    wrote = tracking.TensorBoard.write
+
+    def write(self, step, numbers):
+        if step == 3:
+            raise ConnectionError("the tracker is gone")
+        wrote(self, step, numbers)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking.TensorBoard, "write", write)
+        with pytest.raises(ConnectionError, match="the tracker is gone"):
+            train(run_config, reward=Scorer())
+    assert steps(tmp_path) == [0, 3]
+    train(dataclasses.replace(run_config, resume="auto"), reward=Scorer())
+    assert metrics(tmp_path) == metrics(folder / "whole")
+    assert arrays(tmp_path, 4) == arrays(folder / "whole", 4)
 
 
 # A signal during an evaluation ends it; the resumed run repeats it.

@@ -350,13 +350,14 @@ def _write_metrics(
         last.finished(finished)
         return finished, interruption
 
+    # A signal during the evaluation, or an error of a tracker, saves this step; a resumed run then
+    # repeats the evaluation and writes the line.
+    waiting = dataclasses.replace(
+        totals, unwritten=json.dumps(metrics), metrics_offset=run.log.offset
+    )
+    last.finished(progress._replace(totals=waiting))
     try:
         if _evaluates_after(run, progress.step):
-            # A signal during the evaluation saves this step; a resumed run repeats the evaluation.
-            waiting = dataclasses.replace(
-                totals, unwritten=json.dumps(metrics), metrics_offset=run.log.offset
-            )
-            last.finished(progress._replace(totals=waiting))
             results = held_out(
                 run.config, run.task, run.policy,
                 engine=run.engine, params=progress.state.params, check=check,
