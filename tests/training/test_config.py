@@ -15,6 +15,7 @@ from twinkle_jax.loss import (
     GRPOLoss,
     GSPOLoss,
     ImportanceCorrection,
+    PolicyLoss,
     SAPOLoss,
 )
 from twinkle_jax.rollout import RolloutConfig
@@ -485,6 +486,17 @@ def test_a_loss_gets_its_own_options():
     longer = {"max_completion_length": 4096}
     assert loss_of(loss="dr_grpo", loss_options=longer) == DRGRPOLoss(max_completion_length=4096)
     assert loss_of(loss_options={"dual_clip": None}) == GRPOLoss()
+
+
+def test_a_loss_of_ones_own_may_have_a_dual_clip_without_an_upper_range():
+    class Symmetric(PolicyLoss, name="symmetric_with_dual_clip"):
+        def __init__(self, epsilon=0.2, beta=0.0, *, dual_clip=None):
+            self.epsilon, self.beta, self.dual_clip = epsilon, beta, dual_clip
+
+    mine = {"loss": "symmetric_with_dual_clip", "epsilon": 0.3}
+    assert loss_of(**mine, loss_options={"dual_clip": 1.4}).dual_clip == 1.4
+    with pytest.raises(ValueError, match=r"^update\.loss_options: dual_clip .* above 1\.3"):
+        loss_of(**mine, loss_options={"dual_clip": 1.3})
 
 
 def test_a_weight_may_be_bounded_by_1():
