@@ -42,6 +42,7 @@ ALL = (
     "llama",
     "olmo2",
     "mistral",
+    "ministral3",
     "glm",
     "seed_oss",
     "olmoe",
@@ -203,6 +204,21 @@ _OWN["gpt_oss"] = {  # a bound that many gates reach
     "intermediate_size": 16,
 }
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
+_OWN["ministral3"] = _NO_ENDS | {  # queries grow from the fourth token on
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 3,
+        "max_position_embeddings": 256,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.4,
+    }
+}
 
 
 _GEMMA4_CARD = {

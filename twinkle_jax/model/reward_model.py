@@ -31,7 +31,7 @@ from twinkle_jax.model.huggingface.checkpoint import (
 )
 from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,
-    HEAD,
+    HEADS,
     SCORE,
     locate,
     open_files,
@@ -162,7 +162,8 @@ class RewardModel(Reward):
                 f"{argument} must be a reward model, with a tensor {SCORE} of the shape "
                 f"(1, {config.hidden_size}), got {got} in {directory}"
             )
-        stored.pop(HEAD, None)
+        for name in HEADS:
+            stored.pop(name, None)
         config = dataclasses.replace(config, tie_embeddings=True)  # no head for tokens is read
         device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
         if dtype is None and device.platform == "cpu":

@@ -58,6 +58,8 @@ CASES = {
         "rope_scaling": {"type": "linear", "factor": 4.0},
     },
     "mistral": {"num_hidden_layers": 1},
+    "ministral3": {},
+    "ministral3 tied, sliding": {"tie_word_embeddings": True, "sliding_window": 3},
     "mistral sliding": {"sliding_window": 3, "rope_parameters": None, "rope_theta": 500.0},
     "qwen3 rope_scaling": {"rope_scaling": RESCALED, "num_hidden_layers": 1},
     "qwen2": {},
@@ -275,10 +277,13 @@ def oracle(case, **changes):
 
 
 def logits_of(model, tokens, mask):
+    """With positions that count tokens, as in `generate`; by default they count padding, too."""
+    kept = torch.tensor(np.array(mask), dtype=torch.long)
     with torch.no_grad():
         return model(
             input_ids=torch.tensor(np.array(tokens)),
-            attention_mask=torch.tensor(np.array(mask), dtype=torch.long),
+            attention_mask=kept,
+            position_ids=(kept.cumsum(dim=1) - 1).clamp(min=0),
         ).logits.numpy()
 
 
@@ -462,6 +467,7 @@ def test_gradients_of_a_loss(name, saved):
         "qwen2_moe",
         "olmoe normalised",
         "seed_oss",
+        "ministral3",
         "glm",
         "glm4 three of four, by older names",
         "gemma3_text",
@@ -537,7 +543,18 @@ def test_old_configurations(saved, tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *("llama", "mistral", "olmo2", "olmo3", "smollm3", "granite", "phi3", "qwen2", "qwen3"),
+        *(
+            "llama",
+            "mistral",
+            "ministral3",
+            "olmo2",
+            "olmo3",
+            "smollm3",
+            "granite",
+            "phi3",
+            "qwen2",
+            "qwen3",
+        ),
         *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
     ],
 )
@@ -574,7 +591,20 @@ _QWEN_VISION = {
     "out_hidden_size": 24,
     "num_position_embeddings": 16,
 }
+_PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 16,
+    "patch_size": 4,
+}
 VISION = {
+    "mistral3": _PIXTRAL,
+    "mistral3 of ministral3": _PIXTRAL,
+    "mistral3 of ministral3, tied": _PIXTRAL,
     "qwen3_5": _QWEN_VISION,
     "qwen3_5_moe": _QWEN_VISION,
     "gemma3": {
@@ -603,10 +633,14 @@ VISION = {
 def test_vision_language_checkpoints(name, tmp_path):
     """Nested names and configuration, with the vision tensors kept for transformers."""
     torch.manual_seed(0)
+    enclosing, _, variant = name.partition(" of ")
+    text = variant.split(",")[0] or {"mistral3": "mistral"}.get(name, f"{name}_text")
+    tied = name.startswith("gemma") or "tied" in name
     config = transformers.AutoConfig.for_model(
-        name,
-        text_config=family(f"{name}_text", tie_word_embeddings=name.startswith("gemma")),
+        enclosing,
+        text_config=family(text, tie_word_embeddings=tied),
         vision_config=VISION[name],
+        **({"tie_word_embeddings": tied} if enclosing == "mistral3" else {}),
     )
     model = transformers.AutoModelForImageTextToText.from_config(config).float().eval()
     model.save_pretrained(tmp_path / "in")

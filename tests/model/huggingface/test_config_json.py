@@ -99,7 +99,7 @@ def test_written_configs_read_as_what_they_were(name):
     assert written["dtype"] == written["torch_dtype"] == "bfloat16"
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_5_text": "Qwen3_5"}
     names |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "gemma4_text": "Gemma4"}
-    names |= {"mistral": "Mistral"}
+    names |= {"mistral": "Mistral", "ministral3": "Ministral3"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3"}
     names |= {"qwen2_moe": "Qwen2Moe", "qwen3_next": "Qwen3Next", "olmoe": "Olmoe"}
@@ -921,6 +921,18 @@ def test_sliding_layers_need_a_window():
     params, tokens = parameter_shapes(config), jax.ShapeDtypeStruct((1, 4), jnp.int32)
     with pytest.raises(ValueError, match="window"):
         jax.eval_shape(partial(hidden_states, config=config), params, tokens=tokens)
+
+
+def test_queries_grow_in_ministral_alone():
+    """transformers ignores the key in other families."""
+    rope = family("ministral3")["rope_parameters"]
+    assert parse_config(family("ministral3")).attention.rope_scaling.query_growth == 0.4
+    own = ("llama_4_scaling_beta", "max_position_embeddings")
+    without = {name: x for name, x in rope.items() if name not in own}
+    steady = parse_config(family("ministral3", rope_parameters=without))
+    assert steady.attention.rope_scaling.query_growth == 0.0
+    for key in own:
+        refused(family("qwen3", rope_parameters={**without, key: 1.0}), key)
 
 
 def test_keys_that_are_missing_have_transformers_defaults():

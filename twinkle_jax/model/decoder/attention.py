@@ -171,6 +171,12 @@ def project_heads(
         return y.reshape(batch, -1, count, y.shape[-1] // count)
 
     turn = partial(rotate, table=rotary, interleaved=a.interleaved)
+
+    def grown(
+        query: Float[Array, "batch time heads width"],
+    ) -> Float[Array, "batch time heads width"]:
+        return rounded(query * rounded(rotary[2], query.dtype)) if len(rotary) > 2 else query
+
     query, *rest = project_all(x, weights, "qkv_proj")
     if not rest:  # no family that reuses keys and values has an output gate, joint norms or sinks
         query = heads(query, a.query_heads)
@@ -190,7 +196,7 @@ def project_heads(
     if a.value_norm:
         value = rms_norm(value, None, epsilon=config.norm_epsilon)
     sinks = rounded(weights["sinks"], x.dtype) if a.sinks else None
-    return Heads(turn(query), (turn(key), value), gate, sinks)
+    return Heads(grown(turn(query)), (turn(key), value), gate, sinks)
 
 
 def project_out(

@@ -56,6 +56,8 @@ class YarnScaling:
             the stretching grows linearly with the number of the pair.
         beta_slow: see `factor`.
         truncate: whether both ends of that range are widened to the next whole pair.
+        query_growth: of Ministral 3: queries are multiplied by 1 + query_growth * log(1 + n) from n
+            times the original length on.
     """
 
     factor: float
@@ -64,6 +66,7 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    query_growth: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -496,6 +499,7 @@ class Family:
             value is supported.
         interleaved: whether rotated pairs are neighbours.
         rope_types: supported values of `rope_type`.
+        query_growth: whether YaRN may have `llama_4_scaling_beta`.
         defaults: values of missing keys, where transformers' defaults differ for this family.
         other_keys: keys that no other family has, and the values with which they change nothing.
         enclosing: `model_type` of a configuration that holds this one as its `text_config`.
@@ -542,6 +546,7 @@ class Family:
     rotary_part: float | None = None
     interleaved: bool = False
     rope_types: tuple[str, ...] = ("default", "yarn")
+    query_growth: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     other_keys: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     enclosing: str | None = None
@@ -608,6 +613,12 @@ _PHI3_CODE = {
     "AutoConfig": "configuration_phi3.Phi3Config",
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
 }
+_TOWER = (  # of images, beside a text model
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+    "vision_tower.",
+    "multi_modal_projector.",
+)
 _GEMMA_KEYS: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False, None),
     "cache_implementation": ("hybrid",),  # of transformers' generation
@@ -645,12 +656,7 @@ _GEMMA3 = Family(
         "final_logit_softcapping": (None,),
     },
     enclosing="gemma3",
-    carried=(
-        "model.vision_tower.",
-        "model.multi_modal_projector.",
-        "vision_tower.",
-        "multi_modal_projector.",
-    ),
+    carried=_TOWER,
 )
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -749,6 +755,32 @@ FAMILIES: dict[str, Family] = {
             "num_key_value_heads": 8,
             "max_position_embeddings": 131_072,
         },
+        enclosing="mistral3",
+        carried=_TOWER,
+    ),
+    "ministral3": Family(
+        "Ministral3ForCausalLM",
+        uniform_window=True,
+        head_dim=128,
+        query_growth=True,
+        defaults={
+            "vocab_size": 131_072,
+            "intermediate_size": 14_336,
+            "num_hidden_layers": 34,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262_144,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1e6,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        carried=_TOWER,
     ),
     "phi3": Family(
         "Phi3ForCausalLM",

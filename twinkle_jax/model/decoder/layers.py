@@ -29,7 +29,8 @@ from twinkle_jax.model.decoder.sharding import spread_lookup
 
 _CHUNK = 16  # positions whose logits are held at once by `map_logits`
 
-RotaryTable = tuple[Float[Array, "#batch time 1 half"], Float[Array, "#batch time 1 half"]]
+RotaryTable = tuple[Float[Array, "#batch time 1 half"], ...]
+"""Cosines and sines, and maybe numbers that queries are multiplied by, [batch, time, 1, 1]."""
 
 
 def project(
@@ -389,10 +390,14 @@ def rotary_tables(
     """Compute the table of full layers, and a second one for layers that differ, if any do.
 
     These are sliding layers, or layers without rotary positions, which are turned by 0. No family
-    has both.
+    has both, nor one of them and queries that grow.
     """
     attention = config.attention
     table = rotary_table(positions, attention)
+    scaling = attention.rope_scaling
+    if isinstance(scaling, YarnScaling) and scaling.query_growth:
+        lengths = (positions // scaling.original_length).astype(jnp.float32)
+        return ((*table, 1 + scaling.query_growth * jnp.log1p(lengths)[:, :, None, None]),)
     if config.full_attention is not None:
         return rotary_table(positions, config.full_attention), table
     if config.unrotated_layers:
@@ -425,7 +430,7 @@ def rotate(
     With `interleaved` a pair is entries 2i and 2i + 1, and is returned at i and i + half. The order
     is the same in queries and keys, so their products do not change.
     """
-    cos, sin = table
+    cos, sin = table[:2]
     half = cos.shape[-1]
     first, second, rest = jnp.split(x, (half, 2 * half), axis=-1)
     if interleaved:

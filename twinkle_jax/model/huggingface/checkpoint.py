@@ -43,7 +43,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     CONFIG,
     DTYPES,
     EMBEDDING,
-    HEAD,
+    HEADS,
     INDEX,
     PREFIX,
     SCORE,
@@ -97,8 +97,9 @@ def load_pretrained(
 ) -> Decoder:
     """Read a Hugging Face checkpoint.
 
-    Families are Llama, SmolLM3, OLMo 2 and 3, OLMoE, Granite 3, Phi-3 and 4, Mistral, Seed-OSS,
-    GLM-4, Qwen2 to Qwen3.6, Gemma 2, the text models of Gemma 3 and Gemma 4, and GPT-OSS.
+    Families are Llama, SmolLM3, OLMo 2 and 3, OLMoE, Granite 3, Phi-3 and 4, Mistral, Ministral 3,
+    Seed-OSS, GLM-4, Qwen2 to Qwen3.6, Gemma 2, the text models of Gemma 3, Gemma 4 and Mistral
+    Small 3, and GPT-OSS.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does. Experts of GPT-OSS in MXFP4 are converted to bfloat16.
@@ -187,18 +188,19 @@ def _check_tied_head(
     together: bool,
 ) -> None:
     """Accept a stored copy of a tied head, and refuse a head that differs from the embedding."""
-    if not (config.tie_embeddings and HEAD in stored):
+    head = next((name for name in HEADS if name in stored), None)
+    if head is None or not config.tie_embeddings:
         return
     embedding = stored_prefix(stored) + EMBEDDING
-    a, b = (files[name].get_slice(name) for name in (HEAD, embedding))
+    a, b = (files[name].get_slice(name) for name in (head, embedding))
     size = config.vocab_size
     parts = [slice(i, min(i + 4096, size)) for i in range(0, size, 4096)]
     if together:  # each process compares its share of the rows
         parts = parts[jax.process_index() :: jax.process_count()]
-    same = stored[HEAD][1:] == stored[embedding][1:]  # shape and type
+    same = stored[head][1:] == stored[embedding][1:]  # shape and type
     same = same and all(np.array_equal(a[part], b[part]) for part in parts)
     if not same:
-        raise ValueError(f"tie_word_embeddings is true, but {HEAD} differs from {embedding}")
+        raise ValueError(f"tie_word_embeddings is true, but {head} differs from {embedding}")
 
 
 def _leaf_dtype(

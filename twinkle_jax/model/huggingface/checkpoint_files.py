@@ -51,7 +51,9 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 _INSTALL = "pip install 'twinkle-jax[checkpoints]'"
 
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+EMBEDDING = "embed_tokens.weight"
+HEADS = ("lm_head.weight", "language_model.lm_head.weight")
+"""Names of the head; the second one is beside tensors with the prefix `language_model.model.`."""
 SCORE = "score.weight"  # the head of transformers' models for sequence classification
 PREFIX = "model."
 OTHER_PREFIXES = ("model.language_model.", "language_model.model.", "")
@@ -371,7 +373,9 @@ def stored_names(
         repeats = config.stack_of(path[1]).repeats
         numbers = (layer_number(config, path, r) for r in range(repeats))
         return [f"{prefix}layers.{number}.{name}" for number in numbers]
-    return [HEAD if path[0] == "lm_head" else prefix + name]
+    if path[0] == "lm_head":
+        return [HEADS[prefix == "language_model.model."]]
+    return [prefix + name]
 
 
 def names_by_expert(name: str, experts: int) -> list[tuple[str, ...]]:
@@ -450,7 +454,7 @@ def match_tensors(
     # Llama 2's checkpoints have rotary frequencies, which transformers computes anew as well.
     ignored |= {name for name in stored if name.endswith(".rotary_emb.inv_freq")}
     if config.tie_embeddings:
-        ignored.add(HEAD)
+        ignored.update(HEADS)
     _refuse("hold all tensors of the model, got none named", wanted.keys() - stored.keys())
     _refuse("hold no tensors but the model's, got", stored.keys() - wanted.keys() - ignored)
     for name, shape in wanted.items():

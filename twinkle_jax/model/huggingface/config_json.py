@@ -98,6 +98,7 @@ _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|uns
 _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _LONGROPE = ("short_factor", "long_factor")
+_GROWTH = "llama_4_scaling_beta"
 _YARN = """original_max_position_embeddings attention_factor attn_factor beta_fast beta_slow mscale
     mscale_all_dim truncate""".split()  # noqa: SIM905
 # Rotary settings of image positions: a text token has one position only.
@@ -109,8 +110,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
 
     Both spellings of the rotary parameters are understood (`rope_theta` and `rope_scaling`, or
     `rope_parameters` as transformers 5 writes it), and the nested `text_config` of Qwen3.5,
-    Qwen3.6, Gemma 3 and Gemma 4. If both `rope_scaling` and `rope_parameters` are there,
-    `rope_scaling` wins, as in transformers.
+    Qwen3.6, Gemma 3, Gemma 4, Mistral Small 3 and Ministral 3. If both `rope_scaling` and
+    `rope_parameters` are there, `rope_scaling` wins, as in transformers.
 
     Args:
         config: the parsed JSON object, with Hugging Face's names.
@@ -474,6 +475,7 @@ def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
     required, optional, read_scaling = _SCALINGS[kind]
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
     known |= _IMAGE_ROPE if family.linear_layers else set()
+    known |= {_GROWTH, "max_position_embeddings"} if family.query_growth else set()
     for key in rope.keys() - known:
         raise ValueError(
             f"{name} must have no key {key!r} where rope_type is {kind!r}, got {_shown(rope[key])}"
@@ -535,7 +537,11 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
             f"rope_theta must be above 1 where rope_type is 'yarn', got {rope['rope_theta']}"
         )
     truncate = _flag({"truncate": True, **rope}, "truncate")
-    return YarnScaling(factor, length, _attention_factor(rope, factor), **betas, truncate=truncate)
+    growth = 0.0
+    if rope.get(_GROWTH) is not None:
+        growth = _number(rope, _GROWTH, 0.0)
+    sharper = _attention_factor(rope, factor)
+    return YarnScaling(factor, length, sharper, **betas, truncate=truncate, query_growth=growth)
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -868,6 +874,8 @@ def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
             "beta_slow": scaling.beta_slow,
             "truncate": scaling.truncate,
         }
+        if scaling.query_growth:
+            entries[_GROWTH] = scaling.query_growth
         usual = _mscale(scaling.factor)
         if scaling.attention_factor != usual:
             # vLLM reads this ratio and not `attention_factor`; transformers does the reverse.
