@@ -37,12 +37,12 @@ NAMES = (
     "granite",
     "phi3",
     "gpt_oss",
+    "ministral3",
 )
 ALL = (
     "llama",
     "olmo2",
     "mistral",
-    "ministral3",
     "glm",
     "seed_oss",
     "olmoe",

@@ -11,6 +11,7 @@ from twinkle_jax.model import (
     LinearScaling,
     LongRopeScaling,
     ProportionalScaling,
+    YarnScaling,
 )
 
 
@@ -192,6 +193,13 @@ def frequencies(a: AttentionConfig) -> np.ndarray:
         if isinstance(s, LongRopeScaling):
             angles.append(2 * np.pi / (wavelength * s.factors[i]))
             continue
+        if isinstance(s, YarnScaling):
+            log = np.log(s.original_length / (2 * np.pi * np.array([s.beta_fast, s.beta_slow])))
+            first, last = a.rotary_dim / 2 * log / np.log(a.rope_theta)
+            first, last = max(np.floor(first), 0), min(np.ceil(last), a.rotary_dim - 1)
+            stretched = np.clip((i - first) / (last - first or 1e-3), 0, 1)  # or a step
+            angles.append(2 * np.pi / wavelength * (1 - stretched + stretched / s.factor))
+            continue
         if isinstance(s, ProportionalScaling):
             angles.append(2 * np.pi / wavelength if 2 * (i + 1) <= s.part * a.head_dim else 0)
             continue
@@ -209,6 +217,9 @@ def rotated(x: np.ndarray, place: int, a: AttentionConfig) -> np.ndarray:
     """Rotate the first entries of a head, as complex numbers."""
     dim, half = a.rotary_dim, a.rotary_dim // 2
     turn = np.exp(1j * place * frequencies(a))
+    if isinstance(a.rope_scaling, YarnScaling):
+        assert a.rope_scaling.truncate
+        turn *= a.rope_scaling.attention_factor
     if isinstance(a.rope_scaling, LongRopeScaling):
         s = a.rope_scaling
         turn *= np.sqrt(1 + np.log(s.max_length / s.original_length) / np.log(s.original_length))
@@ -268,6 +279,9 @@ def _attention(
             if a.qk_norm and not a.joint_qk_norm:
                 query = norm(query, w["q_norm"]["scale"], config)
             query = rotated(query, places[t], a)
+            if isinstance(a.rope_scaling, YarnScaling):
+                lengths = places[t] // a.rope_scaling.original_length
+                query = query * (1 + a.rope_scaling.query_growth * np.log(1 + lengths))
             turned = [rotated(k, places[s], a) for s, k in enumerate(near, start)]
             scores = _capped(np.array(turned) @ query * scale, a.soft_cap)
             weights = np.exp(scores - scores.max())

@@ -277,14 +277,18 @@ def oracle(case, **changes):
 
 
 def logits_of(model, tokens, mask):
+    with torch.no_grad():
+        return _their_logits(model, tokens, mask).numpy()
+
+
+def _their_logits(model, tokens, mask):
     """With positions that count tokens, as in `generate`; by default they count padding, too."""
     kept = torch.tensor(np.array(mask), dtype=torch.long)
-    with torch.no_grad():
-        return model(
-            input_ids=torch.tensor(np.array(tokens)),
-            attention_mask=kept,
-            position_ids=(kept.cumsum(dim=1) - 1).clamp(min=0),
-        ).logits.numpy()
+    return model(
+        input_ids=torch.tensor(np.array(tokens)),
+        attention_mask=kept,
+        position_ids=(kept.cumsum(dim=1) - 1).clamp(min=0),
+    ).logits
 
 
 @pytest.fixture(scope="module")
@@ -417,10 +421,7 @@ def test_gradients_of_a_loss(name, saved):
 
     value, gradient = jax.jit(jax.value_and_grad(loss))(decoder.params)
     model.zero_grad()
-    logits = model(
-        input_ids=torch.tensor(np.array(tokens)),
-        attention_mask=torch.tensor(np.array(mask), dtype=torch.long),
-    ).logits
+    logits = _their_logits(model, tokens, mask)
     chosen = torch.log_softmax(logits, -1).gather(
         -1, torch.tensor(np.array(targets), dtype=torch.long)[:, :, None]
     )[:, :, 0]
