@@ -24,7 +24,7 @@ from twinkle_jax.model.decoder.config import (
 )
 from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import LAYER_SCALAR, Params, embedding_of
-from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded
+from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded, spread
 from twinkle_jax.model.decoder.sharding import spread_lookup
 
 _CHUNK = 16  # positions whose logits are held at once by `map_logits`
@@ -39,7 +39,7 @@ def project(
     y = matmul(x, weights["kernel"])
     if "lora_A" in weights:
         y = rounded(y + adapter_change(x, weights))
-    return rounded(y + rounded(weights["bias"], x.dtype)[None]) if "bias" in weights else y
+    return rounded(y + spread(weights["bias"], y.shape, x.dtype)) if "bias" in weights else y
 
 
 def project_all(
@@ -81,10 +81,10 @@ def rms_norm(
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
     if scale is None:
         return rounded(y, x.dtype)
-    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     if centred or wide:
+        scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
         return rounded(y * (scale.astype(jnp.float32) + (1 if centred else 0)), x.dtype)
-    return rounded(rounded(y, x.dtype) * rounded(scale, x.dtype))
+    return rounded(rounded(y, x.dtype) * spread(scale, x.shape, x.dtype))
 
 
 def embed(
