@@ -577,6 +577,7 @@ _QWEN3_5 = Family(
     centred_norms=True,
     linear_layers=True,
     rotary_part=0.25,
+    defaults={"num_key_value_heads": 4},
     other_keys={
         "attn_output_gate": (True,),
         "output_gate_type": ("swish",),  # Qwen3.6's name for the gate of the linear layers
@@ -791,6 +792,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
         experts=True,
         window_keys=True,
+        defaults={"num_key_value_heads": 4},
         # With it all layers of transformers' model slide, whatever the other keys say.
         other_keys={
             **_EXPERTS_EVERYWHERE,
@@ -833,6 +835,7 @@ FAMILIES: dict[str, Family] = {
         experts=True,
         normalised=True,
         shared_expert=True,
+        defaults={"num_key_value_heads": 2},
         other_keys={**_QWEN3_5.other_keys, **_EXPERTS_EVERYWHERE},
         enclosing="qwen3_5_moe",
     ),
