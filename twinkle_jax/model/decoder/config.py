@@ -3,6 +3,7 @@
 Configurations are frozen and hashable, so they can be static arguments of `jax.jit`.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -343,7 +344,7 @@ class DecoderConfig:
         """Number of layers."""
         return len(self.layer_kinds)
 
-    @property
+    @functools.cached_property
     def stacks(self) -> tuple[LayerStack, ...]:
         """Layers with keys and values of their own, and those that reuse them, if there are any.
 
