@@ -98,6 +98,18 @@ def test_gradient():
         assert gradient[1:].any(axis=1).all()
 
 
+def test_products_are_float32_on_accelerators(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    loss_fn = InfonceLoss(include_dd=True)
+
+    def loss(rows):
+        return loss_fn({"labels": LABELS}, {"embeddings": rows}).loss
+
+    equations = jax.make_jaxpr(loss)(ROWS).jaxpr.eqns
+    products = [e.params["precision"] for e in equations if e.primitive.name == "dot_general"]
+    assert products == [(jax.lax.Precision.HIGHEST,) * 2] * 2
+
+
 def test_without_anchors():
     def loss(rows):
         return InfonceLoss()({"labels": 0 * LABELS}, {"embeddings": rows}).loss

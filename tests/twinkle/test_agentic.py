@@ -191,6 +191,8 @@ def test_calls_without_arguments_reach_their_tool(arguments):
         ({"function": {"name": "other"}}, "count"),
         ({"function": {"name": "count", "arguments": "{"}}, "JSON"),
         ({"function": {"name": "count", "arguments": "[1]"}}, "arguments"),
+        ({"function": {"name": ["count"]}}, "count"),
+        ({"function": {"name": "count", "arguments": "[" * 100_000}}, "JSON"),
     ],
 )
 def test_calls_that_are_no_calls_are_errors_as_text(tool_call, named):

@@ -18,6 +18,8 @@ def test_packed_values_are_decoded_and_others_stay():
     assert user_data_get(data, "day") == "2026-01-02"
     plain = [("answer", "007"), ("id", 7), ("answer", "8")]
     assert (user_data_get(plain, "answer"), user_data_get(plain, "id")) == ("007", 7)
+    deep = "[" * 100_000  # which Python cannot parse
+    assert user_data_get([("answer", deep)], "answer") == deep
     assert user_data_get(plain, "none", "3") == "3" and user_data_get(None, "none") is None
     with pytest.raises(ValueError, match="pairs"):
         user_data_get(["answer"], "answer")

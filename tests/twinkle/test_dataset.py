@@ -116,6 +116,7 @@ TURNS = {"messages": List({"role": Value("string"), "content": Value("string")})
     [
         ("string", [1, True, 1.5, None, "x"], ["1", "true", "1.5", None, "x"]),
         ("int64", ["5", 1.0], [5, 1]),
+        ("int64", [2**53 + 1, str(2**63 - 1)], [2**53 + 1, 2**63 - 1]),  # which float64 rounds
         ("float32", [1, 0.1], [1.0, 0.10000000149011612]),
         ("bool", [1, False], [True, False]),
     ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from twinkle_jax.loss.loss_object import (
     refuse_unknown,
 )
 from twinkle_jax.loss.per_token import Coefficient, masked_inputs, token_mean
+from twinkle_jax.loss.token_logprobs import product_precision
 
 Embeddings = Float[Array, "row feature"]
 
@@ -242,7 +244,9 @@ class InfonceLoss(Loss, name="infonce"):
         if self.hard_negatives is not None:
             is_candidate &= place < self.hard_negatives + 2
         mask = jnp.broadcast_to(is_candidate, (len(rows), len(rows)))
-        products = jnp.where(is_anchor[:, None], rows, 0) @ rows.T
+        # Accelerators would round the factors, and a temperature divides what that adds.
+        product = partial(jnp.matmul, precision=product_precision(rows.dtype))
+        products = product(jnp.where(is_anchor[:, None], rows, 0), rows.T)
         blocks = [(products, mask if self.use_batch else mask & (group[:, None] == group[None]))]
         if self.use_batch and self.include_qq:
             blocks.append((products, is_anchor[None] & (numbers[:, None] != numbers[None])))
@@ -251,7 +255,8 @@ class InfonceLoss(Loss, name="infonce"):
             near = products <= jax.lax.stop_gradient(limit) + self.fake_neg_margin
             blocks = [(block, kept & near) for block, kept in blocks]
         if self.use_batch and self.include_dd:
-            blocks.append((rows[positives] @ rows.T, mask & (numbers[None] != positives[:, None])))
+            others = mask & (numbers[None] != positives[:, None])
+            blocks.append((product(rows[positives], rows.T), others))
         similarities = jnp.concatenate([block for block, _ in blocks], axis=1)
         kept = jnp.concatenate([kept for _, kept in blocks], axis=1)
         # A row that is not an anchor gets a single candidate, so that its gradient is 0, not NaN.

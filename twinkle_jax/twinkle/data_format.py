@@ -53,7 +53,7 @@ def user_data_get(user_data: Any, key: str, default: Any = None) -> Any:
     missing = object()
     value = data.user_data_get(user_data, key, missing)
     if isinstance(value, str):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             return json.loads(value)
     return default if value is missing else value
 

@@ -471,7 +471,8 @@ def _cast(name: str, value: Any, feature: Any) -> Any:
     if re.fullmatch(r"u?int(8|16|32|64)|float(16|32|64)", kind):
         with suppress(ValueError, TypeError, OverflowError):
             number = np.dtype(kind).type(value).item()
-            if isinstance(number, float) or number == float(value):
+            exact = int(value) if isinstance(value, int | str) else float(value)
+            if isinstance(number, float) or number == exact:
                 return number
     raise ValueError(
         f"{name} must be of the type {kind} in features, got {value!r:.80}; see {PAGE}"

@@ -132,6 +132,22 @@ def test_logits_of_a_few_positions_at_a_time_are_those_of_all():
         close(*first)
 
 
+def test_gradients_of_a_head_in_bfloat16_add_up_over_chunks():
+    """300 chunks of 16 positions: in bfloat16 4096 + 16 is 4096."""
+    hidden, labels = jnp.ones((1, 4800, 4), jnp.bfloat16), jnp.full((1, 4800, 1), 3)
+
+    @jax.grad
+    def gradient(kernel):
+        params = {"lm_head": {"kernel": kernel}}
+        pick = partial(jnp.take_along_axis, axis=-1)
+        return jnp.sum(map_logits(pick, params, config_of("qwen3"), hidden, labels))
+
+    expected = np.zeros((4, 7))
+    expected[:, 3] = 4800
+    for dtype in (jnp.bfloat16, jnp.float32):
+        np.testing.assert_array_equal(gradient(jnp.ones((4, 7), dtype)), expected)
+
+
 def test_rms_norm_by_hand():
     # mean square (1 + 49) / 2 = 25, and 25 + 11 = 36: divided by 6
     x = jnp.array([[6.0, 42.0]]) / 6

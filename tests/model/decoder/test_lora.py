@@ -249,6 +249,16 @@ def test_a_merged_bfloat16_kernel_is_rounded_once():
     assert float(merge_adapter(params)["kernel"][0, 0, 0]) == 258
 
 
+def test_an_adapters_scale_is_not_rounded_to_bfloat16():
+    """In bfloat16 2/3 is 0.66797 and 0.9 is 0.89844: both would give 254 for 253⅓."""
+    one = jnp.ones((1, 1))
+    weights = {"kernel": 0 * one, "lora_A": one, "lora_B": one, "lora_scale": jnp.float32(2 / 3)}
+    assert float(project(jnp.full((1, 1), 380, jnp.bfloat16), weights)[0, 0]) == 253
+    keys = jax.random.split(jax.random.key(0), 64)
+    kept = drop_out(jnp.full((64, 1), 228, jnp.bfloat16), jnp.float32(0.1), keys)
+    assert set(np.unique(np.asarray(kept, np.float32))) == {0, 253}
+
+
 def test_a_merged_projection_is_the_adapted_one():
     """A square one: there a matrix that is turned by mistake would fit as well."""
     rng = np.random.default_rng(0)

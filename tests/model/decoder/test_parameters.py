@@ -66,3 +66,9 @@ def test_linear_layers_need_their_sizes():
     config = dataclasses.replace(config_of("qwen3_5_text"), delta_net=None)
     with pytest.raises(ValueError, match="delta_net"):
         parameter_shapes(config)
+
+
+def test_the_repeated_block_is_found_once():
+    """It takes the square of the number of layers, and every parameter asks for it."""
+    config = config_of("qwen3_5_text")
+    assert config.stacks is config.stacks

@@ -19,6 +19,7 @@ from twinkle_jax.model import (
     init_params,
     output_logits,
     output_matrix,
+    parameter_shapes,
     parse_config,
     prefill,
     save_pretrained,
@@ -210,6 +211,35 @@ def precisions(jaxpr):
         for value in jax.tree.leaves(list(equation.params.values()), is_leaf=callable):
             inner = getattr(value, "jaxpr", value)
             yield from precisions(inner) if hasattr(inner, "eqns") else ()
+
+
+def sums(jaxpr):
+    """Type of every sum of a program, and how many numbers are added up."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "reduce_sum":
+            (x,), (y,) = equation.invars, equation.outvars
+            yield y.aval.dtype.name, x.aval.size // max(y.aval.size, 1)
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=callable):
+            inner = getattr(value, "jaxpr", value)
+            yield from sums(inner) if hasattr(inner, "eqns") else ()
+
+
+@pytest.mark.parametrize(
+    "name", each(["qwen2", "gpt_oss", "gemma4_text mixture", "qwen3_next", "olmoe"], default=3)
+)
+def test_no_gradient_is_summed_in_bfloat16(name):
+    """Those of norms, biases and gates: a GPU sums in the type that the program says."""
+    config, tokens = parse_config(family(name)), jnp.zeros((2, 24), jnp.int32)
+
+    def total(params):
+        hidden = hidden_states(params, config, tokens, compute_dtype="bfloat16")
+        return jnp.sum(hidden.astype(jnp.float32))
+
+    with jax.numpy_dtype_promotion("standard"):
+        program = jax.make_jaxpr(jax.grad(total))(parameter_shapes(config))
+    added = list(sums(program.jaxpr))
+    assert ("float32", 48) in added  # over the tokens
+    assert [sum for sum in added if sum[0] == "bfloat16" and sum[1] > 1] == []
 
 
 def whole_step(params, config, tokens, dtype):

@@ -26,7 +26,14 @@ from twinkle_jax.model import (
     save_pretrained,
     shard_like_params,
 )
-from twinkle_jax.model.decoder.sharding import AXES, RULES, find_mesh, gather_in_steps, steps_of
+from twinkle_jax.model.decoder.sharding import (
+    AXES,
+    RULES,
+    find_mesh,
+    gather_in_steps,
+    gather_weights,
+    steps_of,
+)
 from twinkle_jax.training import grad_step, score_batch, train_state
 from twinkle_jax.training.state import _apply
 from twinkle_jax.twinkle.model import TransformersModel
@@ -155,6 +162,20 @@ def test_every_matrix_has_a_rule(name):
             assert any(axis is not None for axis in spec), path
         assert not stacked or not spec or spec[0] is None
     assert RULES[-1] == ("", PartitionSpec())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_layer_gathers_what_the_rules_spread(name):
+    """In the compute type. Experts and routers of Gemma 4 lie beside `mlp`, not below it."""
+    mesh, shapes = make_mesh(data=2, fsdp=2, tensor=2), parameter_shapes(config_of(name))
+    rule = partition_rules(mesh)
+    for member, stacked in shapes["layers"].items():
+        layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+        gathered = jax.eval_shape(lambda x: gather_weights(x, "bfloat16", mesh), layer)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(gathered):
+            place = f"layers/{member}/{jax.tree_util.keystr(path, simple=True, separator='/')}"
+            is_spread = "fsdp" in rule(place, (1, *leaf.shape))
+            assert leaf.dtype == ("bfloat16" if is_spread else "float32"), place
 
 
 def test_sinks_are_spread_with_their_heads_and_biases_with_their_experts():

@@ -942,3 +942,7 @@ def test_keys_that_are_missing_have_transformers_defaults():
     for name in ("seed_oss", "glm", "glm4"):
         attention = parse_config(family(name)).attention
         assert attention.bias and not attention.output_bias
+    for name, heads in (("qwen3_moe", 4), ("qwen3_5_text", 4), ("qwen3_5_moe_text", 2)):
+        config = family(name, num_attention_heads=8)
+        del config["num_key_value_heads"]
+        assert parse_config(config).attention.key_value_heads == heads

@@ -3,6 +3,7 @@
 Configurations are frozen and hashable, so they can be static arguments of `jax.jit`.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -346,7 +347,7 @@ class DecoderConfig:
         """Number of layers."""
         return len(self.layer_kinds)
 
-    @property
+    @functools.cached_property
     def stacks(self) -> tuple[LayerStack, ...]:
         """Layers with keys and values of their own, and those that reuse them, if there are any.
 
@@ -582,6 +583,7 @@ _QWEN3_5 = Family(
     centred_norms=True,
     linear_layers=True,
     rotary_part=0.25,
+    defaults={"num_key_value_heads": 4},
     other_keys={
         "attn_output_gate": (True,),
         "output_gate_type": ("swish",),  # Qwen3.6's name for the gate of the linear layers
@@ -823,6 +825,7 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
         experts=True,
         window_keys=True,
+        defaults={"num_key_value_heads": 4},
         # With it all layers of transformers' model slide, whatever the other keys say.
         other_keys={
             **_EXPERTS_EVERYWHERE,
@@ -865,6 +868,7 @@ FAMILIES: dict[str, Family] = {
         experts=True,
         normalised=True,
         shared_expert=True,
+        defaults={"num_key_value_heads": 2},
         other_keys={**_QWEN3_5.other_keys, **_EXPERTS_EVERYWHERE},
         enclosing="qwen3_5_moe",
     ),

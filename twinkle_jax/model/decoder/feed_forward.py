@@ -25,7 +25,13 @@ from twinkle_jax.model.decoder.layers import (
     rms_norm,
 )
 from twinkle_jax.model.decoder.parameters import EXPERTS, Params
-from twinkle_jax.model.decoder.precision import matmul, rounded, same_tracing, traced_backend
+from twinkle_jax.model.decoder.precision import (
+    matmul,
+    rounded,
+    same_tracing,
+    spread,
+    traced_backend,
+)
 from twinkle_jax.model.decoder.sharding import ROWS, row_shards
 
 
@@ -122,7 +128,8 @@ def _mix_experts(
     if experts.shared_width is None:
         return y, routed.chosen
     gate = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
-    shared = rounded(gate * _gated(config, x, weights["shared_expert"]))
+    shared = _gated(config, x, weights["shared_expert"])
+    shared = rounded(spread(gate, shared.shape, shared.dtype) * shared)
     return rounded(y + shared), routed.chosen
 
 
@@ -145,7 +152,7 @@ def _add_experts(
     """
     router = weights["router"]
     y = rms_norm(x, None, epsilon=config.norm_epsilon)
-    y = rounded(y * rounded(router["scale"], x.dtype)[None])
+    y = rounded(y * spread(router["scale"], y.shape, x.dtype))
     y = rounded(y * jnp.asarray(config.hidden_size**-0.5, x.dtype))
     routed = _choose(project(y, router["proj"]), experts, routing)
     factors = router["per_expert_scale"].astype(routed.share.dtype)[routed.chosen]
@@ -324,7 +331,7 @@ def _biased(
     y: Float[Array, "rows out"], bias: Float[Array, "*rows out"] | None = None
 ) -> Float[Array, "rows out"]:
     """Add a bias, if there is one."""
-    return y if bias is None else rounded(y + rounded(bias, y.dtype).reshape(-1, y.shape[-1]))
+    return y if bias is None else rounded(y + spread(bias, y.shape, y.dtype))
 
 
 def _in_blocks(
@@ -346,7 +353,8 @@ def _in_blocks(
 
     def mix(rows: Array, share: Array, gate_up: Array, down: Array, *biases: Array) -> Array:
         y = _inner(config, _biased(matmul(rows, gate_up), *biases[:1]))
-        return rounded(_biased(matmul(y, down), *biases[1:]) * share[:, None])
+        y = _biased(matmul(y, down), *biases[1:])
+        return rounded(y * spread(share[:, None], y.shape, y.dtype))
 
     def stacks_of(experts: _Experts) -> list[Array]:
         return [experts.gate_up, experts.down, *experts.biases]
@@ -445,5 +453,5 @@ def _in_groups(
     y = _inner(config, multiply(rows, experts.gate_up, *experts.biases[:1]))
     y = multiply(y, experts.down, *experts.biases[1:])
     y = y[jnp.argsort(order)].reshape(tokens, each, -1)
-    y = rounded(y * routed.share[..., None])
+    y = rounded(y * spread(routed.share[..., None], y.shape, y.dtype))
     return jnp.sum(y.astype(jnp.float32), axis=1)

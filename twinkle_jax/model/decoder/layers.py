@@ -24,7 +24,7 @@ from twinkle_jax.model.decoder.config import (
 )
 from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import LAYER_SCALAR, Params, embedding_of
-from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded
+from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded, spread
 from twinkle_jax.model.decoder.sharding import spread_lookup
 
 _CHUNK = 16  # positions whose logits are held at once by `map_logits`
@@ -40,7 +40,7 @@ def project(
     y = matmul(x, weights["kernel"])
     if "lora_A" in weights:
         y = rounded(y + adapter_change(x, weights))
-    return rounded(y + rounded(weights["bias"], x.dtype)[None]) if "bias" in weights else y
+    return rounded(y + spread(weights["bias"], y.shape, x.dtype)) if "bias" in weights else y
 
 
 def project_all(
@@ -82,10 +82,10 @@ def rms_norm(
     y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
     if scale is None:
         return rounded(y, x.dtype)
-    scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
     if centred or wide:
+        scale = scale.reshape((1,) * (x.ndim - 1) + scale.shape)
         return rounded(y * (scale.astype(jnp.float32) + (1 if centred else 0)), x.dtype)
-    return rounded(rounded(y, x.dtype) * rounded(scale, x.dtype))
+    return rounded(rounded(y, x.dtype) * spread(scale, x.shape, x.dtype))
 
 
 def embed(
@@ -290,14 +290,16 @@ def map_logits(
         hidden: hidden states of all positions.
         columns: further values for each position.
     """
-    head = output_matrix(params).astype(hidden.dtype)
+    head = output_matrix(params)
+    wide = head.astype(jnp.float64 if jnp.float64 in (head.dtype, hidden.dtype) else jnp.float32)
+    head = jax.lax.stop_gradient(head.astype(hidden.dtype))  # its gradient is that of `wide`
     time = hidden.shape[1]
     chunk = _CHUNK if time % _CHUNK == 0 else time
 
     @jax.checkpoint
     def apply(part: tuple[Array, Array]) -> Any:
-        logits = soft_capped(exact_product(part[0], head), config.logits_soft_cap)
-        return function(logits, part[1])
+        logits = _times_head(part[0], head, wide)
+        return function(soft_capped(logits, config.logits_soft_cap), part[1])
 
     def split(x: Array) -> Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
@@ -306,6 +308,37 @@ def map_logits(
         return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], time, *x.shape[3:])
 
     return jax.tree.map(join, jax.lax.map(apply, (split(hidden), split(columns))))
+
+
+@jax.custom_jvp
+def _times_head(
+    hidden: Float[Array, "batch some width"],
+    head: Float[Array, "width vocab"],
+    wide: Float[Array, "width vocab"],
+) -> Float[Array, "batch some vocab"]:
+    """Multiply hidden states by a head, whose gradient goes to itself in a wider type.
+
+    A loop over chunks adds up gradients in their own type: bfloat16 would round most chunks away.
+    The wider head is not read, so there is no copy of it.
+    """
+    return exact_product(hidden, head)
+
+
+def _change_of_logits(
+    primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]
+) -> tuple[Array, Array]:
+    (hidden, head, _), (d_hidden, _, d_wide) = primals, tangents
+    zero = jax.custom_derivatives.SymbolicZero  # of what is frozen: nothing is multiplied by it
+    pairs = ((d_hidden, head), (hidden, d_wide))
+    changes = [
+        exact_product(x, y.astype(hidden.dtype))
+        for x, y in pairs
+        if not isinstance(x, zero) and not isinstance(y, zero)
+    ]
+    return exact_product(hidden, head), sum(changes[1:], changes[0])
+
+
+_times_head.defjvp(_change_of_logits, symbolic_zeros=True)
 
 
 # Rotary positions.

@@ -81,6 +81,26 @@ def rounded(x: Float[Array, "*shape"], dtype: DTypeLike | None = None) -> Float[
     return _through_bits(x) if _rounds_in_software(x) else x
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def spread(
+    weights: Float[Array, "*some"], shape: tuple[int, ...], dtype: DTypeLike
+) -> Float[Array, "*shape"]:
+    """Round weights to `dtype` and repeat them for all rows; gradients are summed in float32.
+
+    Without this a GPU sums the gradient of a bias or of a norm over all tokens in 16 bits.
+    """
+    return jnp.broadcast_to(rounded(weights, dtype), shape)
+
+
+@spread.defjvp
+def _(
+    shape: tuple[int, ...], dtype: DTypeLike, primals: tuple[Array], tangents: tuple[Array]
+) -> tuple[Array, Array]:
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    change = jnp.broadcast_to(tangents[0].astype(wide), shape)
+    return spread(*primals, shape, dtype), change.astype(dtype)
+
+
 def multiply(product: Callable[..., Array], x: Array, y: Array) -> Array:
     """Apply a product, such as `jnp.matmul`, to arrays of one type; round the result to that type.
 

@@ -287,7 +287,8 @@ def gather_weights(
 
     def gather(path: Any, leaf: Array) -> Array:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        spread = PartitionSpec(*rule(name, (1, *leaf.shape))[1:])
+        # As in the whole tree: rules tell a name from the end of another one by the slash.
+        spread = PartitionSpec(*rule(f"layers/0/{name}", (1, *leaf.shape))[1:])
         return gather_along_fsdp(leaf.astype(dtype), spread, mesh) if "fsdp" in spread else leaf
 
     gathered: Mapping[str, Any] = jax.tree_util.tree_map_with_path(gather, weights)

@@ -162,7 +162,7 @@ class MultiTurnRollout(Rollout):
         else:
             answers = [{"role": "tool", "content": manager(call)} for call in calls]
             # Other tools may be done from an earlier episode of their environment.
-            names = [(x.get("function") or {}).get("name") for x in calls]
+            names = [str((x.get("function") or {}).get("name")) for x in calls]
             tools = getattr(manager, "_tools", {})
             if any(getattr(tools.get(name), "done", False) is True for name in names):
                 conversation.done = True

@@ -79,13 +79,13 @@ class ToolManager:
         name, arguments = function.get("name"), function.get("arguments")
         if not name:
             return 'Error: tool_call is missing "function.name"'
-        if name not in self._tools:
+        if not isinstance(name, str) or name not in self._tools:
             known = ", ".join(sorted(self._tools)) or "none"
             return f"Error: unknown tool {name!r}. Available: {known}"
         if isinstance(arguments, str):
             try:
                 arguments = json.loads(arguments) if arguments.strip() else None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 return f"Error: invalid JSON in arguments: {error}"
         if not isinstance(arguments, dict | None):
             kind = type(arguments).__name__
