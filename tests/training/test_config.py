@@ -152,6 +152,8 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
         for name, options in [
             ("pass_at_k", {}),
             ("pass_at_k", {"k": 9}),  # of 8 completions
+            ("pass_at_k", {"k": 8}),  # of which there is one subset: all advantages are 0
+            ("pkpo", {"k": 8}),
             ("pass_at_k", {"k": 2, "threshold": "x"}),
             ("pkpo", {"k": 0}),
             ("pkpo", {"k": 2, "baseline": "x"}),
@@ -205,6 +207,11 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
 def test_gdpo_takes_the_rewards_that_are_known_by_themselves():
     for options in ({}, TWO_REWARDS_OF_TOOLS, {"environment": "x.py:Y", "update.discount": 0.9}):
         config_of({"update.advantage": "gdpo"} | options)
+
+
+def test_all_completions_may_be_compared_with_smaller_subsets():
+    options = {"k": 8, "baseline": "leave_one_out_minus_one"}
+    config_of({"update.advantage": "pkpo", "update.advantage_options": options})
 
 
 @pytest.mark.parametrize("case", REFUSED, ids=str)

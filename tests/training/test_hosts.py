@@ -83,6 +83,22 @@ def test_two_processes_are_one(folder, tmp_path):
     assert run.printed(1).replace("[Gloo]", "").count("step") == 0
 
 
+@pytest.mark.slow
+def test_two_processes_of_one_device_split_the_layers(folder, tmp_path):
+    """The second holds no row, and so scores none; adapters are whole on both."""
+    changes = {
+        "steps": 1,
+        "reward": [SHORT_ANSWERS, "exact"],
+        "mesh": MeshConfig(tensor=2),
+        "lora": LoraSettings(rank=2),
+        "update": small_run.update(advantage="gdpo", scale=None, kl_beta=0.0),
+    }
+    train(config(folder, tmp_path / "one", **changes))
+    run = run_joined(folder, config(folder, tmp_path / "two", **changes), devices=1)
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+    assert run.scored()[1] == []
+
+
 @pytest.mark.exhaustive
 def test_two_processes_score_with_a_reward_model(folder, tmp_path):
     """Each has the whole model, on its own devices, and scores the completions that it holds."""

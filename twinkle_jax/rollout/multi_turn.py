@@ -26,7 +26,7 @@ from twinkle_jax.rollout.environment import (
     failure_cause,
 )
 from twinkle_jax.rollout.episode import Ended, Episode, TokenRow, Turn, lay_out_episodes
-from twinkle_jax.rollout.rollout import Rollout, RolloutConfig
+from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, weights_of_parts
 from twinkle_jax.sampler import LENGTH
 
 History = Literal["append", "template"]
@@ -113,6 +113,7 @@ class MultiTurn:
             np.asarray([episode.num_sampled for episode in episodes], np.int32),
             layout.row_lengths,
             truncated,
+            reward_weights=weights_of_parts(self.reward),
             counted=~(failed | truncated) if self.mask_truncated else ~failed,
             episodes=episodes,
             turns=layout.turns,
@@ -130,7 +131,7 @@ class MultiTurn:
             rollout.episodes, rollout.trajectories, rollout.ground_truths, rollout.held_rows
         )
         rewards = np.nan_to_num(returns, nan=0.0)
-        weights = self.reward.weights if parts and isinstance(self.reward, WeightedReward) else {}
+        weights = weights_of_parts(self.reward)
         return rollout._replace(
             rewards=rewards, reward_parts=parts, reward_weights=weights, episodes=episodes
         )

@@ -22,6 +22,7 @@ from twinkle_jax.data.settings import (
     share,
 )
 from twinkle_jax.model import Params
+from twinkle_jax.reward import RewardFunction, WeightedReward
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.environment import ToolFormat
 from twinkle_jax.rollout.episode import Episode
@@ -196,6 +197,16 @@ class Rollout(NamedTuple):
         if self.rewards is None:
             raise ValueError("rollout must have rewards, got None: score it first")
         return self.rewards
+
+
+def weights_of_parts(reward: RewardFunction | None) -> Mapping[str, float]:
+    """Return the weights of several rewards that are added up; empty for a single one.
+
+    Sources set them when they sample: a process that holds no completion does not score.
+    """
+    if not isinstance(reward, WeightedReward) or len(reward.weights) == 1:
+        return {}
+    return reward.weights
 
 
 class RolloutSource(Protocol):

@@ -13,15 +13,15 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
 from twinkle_jax.data.batch import batch_width
 from twinkle_jax.model import Params
-from twinkle_jax.reward import (
-    RewardFunction,
-    TrajectoryScores,
-    WeightedReward,
-    score_trajectories,
-)
+from twinkle_jax.reward import RewardFunction, TrajectoryScores, score_trajectories
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.engine import Engine, Texts, read_texts
-from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, with_advantages
+from twinkle_jax.rollout.rollout import (
+    Rollout,
+    RolloutConfig,
+    weights_of_parts,
+    with_advantages,
+)
 from twinkle_jax.sampler import LENGTH, Completions
 
 
@@ -72,6 +72,7 @@ class SingleTurn:
             texts.lengths,
             row_lengths.astype(np.int32),
             texts.truncated,
+            reward_weights=weights_of_parts(self.reward),
             counted=~texts.truncated if self.mask_truncated else None,
             held=texts.held,
         )
@@ -88,11 +89,10 @@ class SingleTurn:
             array[held] = np.asarray(values, np.float32)
             return array
 
-        parts, weights = {}, {}
-        if isinstance(self.reward, WeightedReward) and len(scores.components) > 1:
+        parts, weights = {}, weights_of_parts(self.reward)
+        if weights:
             # NaN where a reward returned None
             parts = {name: of_all_rows(values) for name, values in scores.components.items()}
-            weights = self.reward.weights
         return rollout._replace(
             rewards=of_all_rows(scores.rewards), reward_parts=parts, reward_weights=weights
         )

@@ -18,6 +18,8 @@ from twinkle_jax.advantage import (
     ESTIMATORS,
     Advantage,
     GDPOAdvantage,
+    PassAtKAdvantage,
+    PKPOAdvantage,
     ReinforcePlusPlusAdvantage,
     Scale,
     get_advantage,
@@ -110,7 +112,8 @@ class Estimator(NamedTuple):
             num_samples: completions a prompt.
 
         Raises:
-            ValueError: for a value out of range, such as a k above `num_samples`.
+            ValueError: for a value out of range, such as a k above `num_samples`, and for one with
+                which all advantages are 0.
             TypeError: for a value of a wrong type.
         """
 
@@ -126,6 +129,13 @@ class Estimator(NamedTuple):
             )
 
         jax.eval_shape(of_one_prompt)
+        compares_subsets = isinstance(self.function, PassAtKAdvantage | PKPOAdvantage)
+        less_the_mean = self.options.get("baseline", "mean") == "mean"
+        if compares_subsets and less_the_mean and self.options["k"] == num_samples:
+            raise ValueError(
+                f"k must be below num_generations={num_samples}, got {num_samples}: all samples of "
+                "a prompt share the only subset, so that their advantages are 0"
+            )
 
 
 def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:

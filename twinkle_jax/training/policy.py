@@ -35,10 +35,10 @@ from twinkle_jax.model import (
     partition_rules,
     save_adapter,
     save_pretrained,
-    shard_like_params,
     with_adapter,
 )
 from twinkle_jax.model.decoder.lora import init_adapter
+from twinkle_jax.model.decoder.sharding import place_params
 from twinkle_jax.model.huggingface.adapter_files import save_tokenizer
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG, locate, read_json
 from twinkle_jax.model.huggingface.saving import names_path
@@ -244,8 +244,7 @@ def attach_adapter(
     frozen = jax.tree.map(lambda x: x.astype(dtype), policy.params)
     frozen = with_adapter(frozen, policy.config, lora)
     if mesh is not None:
-        frozen = jax.device_put(frozen, shard_like_params(frozen, mesh))
-        adapter = jax.device_put(adapter, shard_like_params(adapter, mesh))
+        frozen, adapter = place_params(frozen, mesh), place_params(adapter, mesh)
     return policy._replace(params=adapter, frozen=frozen, lora=lora, base=base)
 
 

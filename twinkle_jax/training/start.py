@@ -20,8 +20,8 @@ from twinkle_jax.data import (
 from twinkle_jax.data.prompts import GeneratedPrompts, prompts_fingerprint
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss.token_logprobs import compute_capability
-from twinkle_jax.model import shard_like_params
 from twinkle_jax.model.decoder.lora import adapted_kernels
+from twinkle_jax.model.decoder.sharding import place_params
 from twinkle_jax.reward import RewardFunction, WeightedReward
 from twinkle_jax.rollout import (
     Engine,
@@ -122,8 +122,7 @@ def begin(
     config = _choose_cohorts(config, display)
     policy = hosts.agreed("reading the policy", lambda: read_policy(config, mesh))
     if config.model is None and mesh is not None:
-        placed = jax.device_put(policy.params, shard_like_params(policy.params, mesh))
-        policy = policy._replace(params=placed)
+        policy = policy._replace(params=place_params(policy.params, mesh))
     totals = Totals()
     if source is None:
         display.note(f"run in {directory}: {_describe(policy)}")

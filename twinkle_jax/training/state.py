@@ -17,7 +17,12 @@ from jaxtyping import Array, Bool, Float, Int
 from twinkle_jax.loss import Coefficient
 from twinkle_jax.model import Params, make_mesh, shard_like_params
 from twinkle_jax.model.decoder.parameters import LAYER_SCALAR
-from twinkle_jax.model.decoder.sharding import constrain, find_mesh, sum_over_leaves
+from twinkle_jax.model.decoder.sharding import (
+    constrain,
+    find_mesh,
+    place_params,
+    sum_over_leaves,
+)
 from twinkle_jax.training.score import positive_scalar, traced_scalar
 
 
@@ -89,7 +94,7 @@ def begin_training(
     """
     shardings = None
     if mesh is not None:
-        params = jax.device_put(params, shard_like_params(params, mesh))
+        params = place_params(params, mesh)
         begin = partial(_without_params, optimizer=optimizer)
         shardings = shard_like_params(jax.eval_shape(begin, params), mesh)
     start = jax.jit(_without_params, static_argnums=1, out_shardings=shardings)

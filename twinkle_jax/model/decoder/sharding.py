@@ -187,6 +187,24 @@ def shard_like_params(tree: Any, mesh: Mesh) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
 
+def place_params(tree: Any, mesh: Mesh) -> Any:
+    """Move parameters to their places on a mesh, see `shard_like_params`.
+
+    Arrays that each process has for itself are cut on the host. `jax.device_put` (JAX 0.10) makes
+    arrays of them that cannot be saved, where every process has one device and all devices need
+    the whole array.
+    """
+    shardings = shard_like_params(tree, mesh)
+
+    def cut(x: Array, sharding: NamedSharding) -> Array:
+        if sharding.is_fully_addressable or not x.is_fully_addressable:
+            return x
+        values = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: values[index])
+
+    return jax.device_put(jax.tree.map(cut, tree, shardings), shardings)
+
+
 def constrain(tree: Any, mesh: Mesh | None) -> Any:
     """Constrain a tree to the sharding of `shard_like_params`, inside a compiled function."""
     if mesh is None:
