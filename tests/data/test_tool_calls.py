@@ -349,6 +349,12 @@ def test_broken_calls_in_forms_of_chat_templates(tool_format, text, reason, good
     assert parsed.content == "So:"
 
 
+def test_a_broken_call_has_the_name_of_its_function_where_it_can_be_read():
+    for text in ("[TOOL_CALLS]f[ARGS]{", "[TOOL_CALLS]f[ARGS][1]"):
+        assert [error.name for error in parse_tool_calls(text, "mistral").errors] == ["f"]
+    assert parse_tool_calls("[TOOL_CALLS] [{", "mistral").errors[0].name == ""
+
+
 def test_after_64_broken_calls_the_rest_is_text():
     """Each error may cost as much time as the whole text."""
     broken = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{<｜tool▁call▁end｜>"
@@ -446,6 +452,9 @@ def test_tags_of_thinking_in_a_call_are_its_arguments():
             text = CALLS[name].replace('"1"', f'"{value}"')
             for around in (text, f"<think>?</think>{text}", f"{text}<think>{text}</think>"):
                 assert parse_tool_calls(around, name).calls == [call("f", x=value)]
+        quoted = f'<|tool_call>call:f{{x:<|"|>{value}<|"|>}}<tool_call|>'
+        for around in (quoted, f"<think>?</think>{quoted}", f"{quoted}<think>{quoted}</think>"):
+            assert parse_tool_calls(around, "gemma").calls == [call("f", x=value)]
     parsed = parse_tool_calls(f"I could <tool_call> it.</think>{CALLS['hermes_qwen']}")
     assert parsed.calls == [call("f", x="1")] and not parsed.errors
     parsed = parse_tool_calls(f"I could [TOOL_CALLS] it.</think>{CALLS['mistral']}", "mistral")

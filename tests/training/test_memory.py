@@ -208,7 +208,9 @@ def test_evaluations_are_made_to_fit():
     assert chosen.rollout.slots is None and chosen.evaluation.slots in (64, 128)
     assert notes[-1].startswith(f"evaluation.slots {chosen.evaluation.slots}: ")
     assert fit(recipe, state, (needed + step) // 2, notes.append) == unbounded
-    recipe, state = begun(micro_batch_tokens=256)
+    sampled = dataclasses.replace(recipe.config, evaluation=EvaluationConfig(pass_k=2))
+    several = evaluation_memory(recipe._replace(config=sampled), state)
+    assert several - needed >= 256 * 3 * 63 * TOKEN  # four completions of each prompt, not one
     given = dataclasses.replace(recipe.config, evaluation=EvaluationConfig(slots=256, problems=300))
     with pytest.raises(ValueError, match=r"evaluation\.slots must be at most"):
         fit(
