@@ -323,6 +323,19 @@ def test_step_errors_while_tracing(name, error, tokens, options):
         jax.eval_shape(run, params_of("qwen2"))
 
 
+def test_a_row_in_pages_is_decoded_in_64_bits():
+    """Indices into the pages are of one type, where Python's integers have 64 bits."""
+    config = config_of("qwen3")
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: x.astype(jnp.float64), params_of("qwen3"))
+        tokens = jnp.array([[5, 6]])
+        expected, rows = fill(params, config, tokens, None, max_length=4)
+        cache = empty_pages(rows, config, rows=1, size=16, pages=2, max_length=4)
+        for token in tokens.T:
+            last, cache = step(params, config, token, cache)
+        assert_close(last, expected, 1e-12)
+
+
 def test_rows_in_pages_are_neither_selected_nor_extended():
     """Their lines are pages: rows of them would be parts of other rows."""
     config, params = config_of("qwen3"), params_of("qwen3")

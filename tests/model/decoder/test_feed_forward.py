@@ -87,6 +87,22 @@ def test_gradients_are_those_of_all_experts(add_up):
         assert_close(here, there, 1e-5)
 
 
+def test_experts_in_64_bits():
+    """Indices of blocks are of one type, where Python's integers have 64 bits."""
+
+    @jax.value_and_grad
+    def total(params):
+        return jnp.sum(jnp.sin(hidden(params, CONFIG, jnp.array([[5, 6, 7]]))))
+
+    value, gradient = total(params_of("qwen3_moe"))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: x.astype(jnp.float64), params_of("qwen3_moe"))
+        same, exact = total(wide)
+        assert same.dtype == jnp.float64
+    assert_close(value, same, 1e-4)
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-3), gradient, exact)
+
+
 def test_products_of_the_gradient_are_as_exact_as_those_of_the_value():
     """JAX traces a gradient rule outside the function, where another precision may be set."""
 

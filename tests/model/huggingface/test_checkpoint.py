@@ -439,11 +439,13 @@ def test_a_checkpoint_is_not_written_over_an_adapter(decoder, export):
     assert contents(export) == before
 
 
-def test_a_stack_is_filled_in_place():
-    stack = jnp.zeros((2, 3))
-    filled = checkpoint._write_piece(stack, jnp.ones(3), np.array([1]))
-    np.testing.assert_array_equal(filled, [[0] * 3, [1] * 3])
-    assert stack.is_deleted()
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_stack_is_filled_in_place(wide):
+    with jax.enable_x64(wide):
+        stack = jnp.zeros((2, 3))
+        filled = checkpoint._write_piece(stack, jnp.ones(3), np.array([1], np.int32))
+        np.testing.assert_array_equal(filled, [[0] * 3, [1] * 3])
+        assert stack.is_deleted()
 
 
 def with_norm(value):

@@ -634,7 +634,9 @@ def _attend_to_pages(
         begins = [0, table.before][-len(parts) :]
         return [
             jax.lax.dynamic_slice(
-                stack, (repeat, begin, 0, 0, 0), (1, len(part.start), *stack.shape[2:])
+                stack,
+                (repeat, *map(jnp.int32, (begin, 0, 0, 0))),
+                (1, len(part.start), *stack.shape[2:]),
             )[0]
             for part, begin in zip(parts, begins, strict=True)
         ]

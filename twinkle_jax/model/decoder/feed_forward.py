@@ -324,7 +324,7 @@ def _sort_into_blocks(
 
 def _start(block: _Blocks, experts: _Experts, stack: Array) -> tuple[Any, ...]:
     """Return where in a stack the part of a block's expert begins."""
-    return experts.layer, block.expert, *[0] * (stack.ndim - 2)
+    return experts.layer, block.expert, *[jnp.int32(0)] * (stack.ndim - 2)
 
 
 def _biased(

@@ -325,7 +325,8 @@ def _fill(leaf: StoredLeaf, index: Slices, device: jax.Device) -> jax.Array:
 @partial(jax.jit, donate_argnums=0)
 def _write_piece(stack: Array, piece: Array, at: Array) -> Array:
     piece = piece.reshape((1,) * len(at) + piece.shape)
-    return jax.lax.dynamic_update_slice(stack, piece, [*at, *[0] * (stack.ndim - len(at))])
+    at = jnp.pad(at, (0, stack.ndim - len(at)))  # 0, and of one type: Python's may have 64 bits
+    return jax.lax.dynamic_update_slice(stack, piece, list(at))
 
 
 _STORED_DTYPES = {name: stored for stored, name in DTYPES.items()}
