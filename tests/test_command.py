@@ -441,6 +441,7 @@ def test_a_run_in_an_environment_is_evaluated_there(tmp_path, capsys, monkeypatc
     limits = {"max_turns": "2", "max_new_tokens": "5", "max_prompt_tokens": "16"}
     own = [x for name, value in limits.items() for x in (f"--rollout.{name}", value)]
     own += ["--rollout.max_episode_tokens", "60", "--output_dir", str(run)]
+    own += ["--evaluation.slots", "4"]
     assert main(["train", *TINY, "--steps", "0", *game, *own]) == 0
     evaluated = []
 
@@ -461,7 +462,7 @@ def test_a_run_in_an_environment_is_evaluated_there(tmp_path, capsys, monkeypatc
     for config in evaluated:
         assert config.environment == game[1] and config.evaluation.problems == 8
         assert {x: str(getattr(config.rollout, x)) for x in limits} == limits
-    assert of_run.rollout.max_episode_tokens == 60
+    assert (of_run.rollout.max_episode_tokens, of_run.evaluation.slots) == (60, 4)
     assert of_policy.rollout.max_episode_tokens == 16 + 2 * 5
 
 

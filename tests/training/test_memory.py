@@ -236,7 +236,7 @@ def test_what_is_recomputed_is_chosen_by_memory():
 
 
 @pytest.mark.slow
-def test_a_run_resumes_with_what_it_chose(folder, tmp_path):
+def test_a_run_resumes_with_what_it_chose(folder, tmp_path, capsys):
     """The same configuration again: what was left to choose is as it was, and not refused."""
     settings = small_run.config(
         folder,
@@ -244,8 +244,10 @@ def test_a_run_resumes_with_what_it_chose(folder, tmp_path):
         steps=1,
         update=small_run.update(recompute="auto"),
         mesh=MeshConfig(memory=4.0),
+        evaluation=small_run.evaluation(folder, every=0),
     )
     train(settings)
+    assert "evaluation.slots all: takes" in capsys.readouterr().out
     train(dataclasses.replace(settings, steps=2, resume="auto"))
     saved = json.loads((tmp_path / "config.json").read_text())
     assert (saved["steps"], saved["update"]["recompute"]) == (2, "elementwise")
