@@ -272,6 +272,25 @@ def test_the_tied_head_of_a_vision_checkpoint_is_compared_with_the_text_models(t
     assert "lm_head" not in load_pretrained(tmp_path / "in").params
 
 
+def test_the_tied_head_of_a_text_model_inside_is_compared_with_its_embedding(tmp_path):
+    """As in older checkpoints of Mistral 3, where it stands in `language_model`."""
+    text = family("ministral3", tie_word_embeddings=True)
+    config = parse_config({"model_type": "mistral3", "text_config": text})
+    params = random_params(config)
+    save_pretrained(Decoder(config, params), tmp_path / "out")
+    file = tmp_path / "out/model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors = {f"language_model.{name}": x for name, x in tensors.items()}
+    head = tensors["language_model.model.embed_tokens.weight"]
+    for copy, accepted in ((head.copy(), True), (head + 1, False)):
+        safetensors.numpy.save_file(tensors | {"language_model.lm_head.weight": copy}, file)
+        if accepted:
+            assert_same(load_pretrained(tmp_path / "out").params, params)
+        else:
+            with pytest.raises(ValueError, match="tie_word_embeddings"):
+                load_pretrained(tmp_path / "out")
+
+
 def test_projections_that_no_layer_uses_are_kept(tmp_path):
     """Some checkpoints have keys and values of layers that reuse those of others."""
     config, params = config_of("gemma4_text small"), params_of("gemma4_text small")
