@@ -523,6 +523,9 @@ def test_a_run_goes_on_without_its_options_being_repeated(tmp_path, capsys, monk
     monkeypatch.chdir(tmp_path)
     assert main(["train", "--resume", "run", "--output_dir", "run"]) == 0
     assert json.loads(summary.read_text())["steps"] == 2
+    assert main(["train", "--resume", "auto", "--output_dir", run, "--mesh.tensor", "2"]) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["mesh"]["transfers"] == "layers"  # it was once, which is not for tensor
     capsys.readouterr()
     assert main(["train", "--resume", "auto", "--output_dir", run, "--seed", "4"]) == 1
     assert "seed must be 3 as in the run to resume, got 4" in capsys.readouterr().err

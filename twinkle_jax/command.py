@@ -19,6 +19,7 @@ from twinkle_jax.training import EvaluationConfig, TrainConfig
 from twinkle_jax.training.config import (
     automatic_logp_diff,
     automatic_settings,
+    automatic_transfers,
     flat,
     from_dict,
     not_a_section,
@@ -105,10 +106,15 @@ def resumed_settings(options: Any) -> dict[str, Any]:
     if source is None:
         return {}
     settings = flat(saved_settings(source))
-    # This limit depends on server.overlap, which the resumed run may change.
-    name, overlap = "update.max_logp_diff", settings.get("server.overlap", False)
-    if settings.get(name) == automatic_logp_diff(settings["dtype"], overlap=overlap):
-        settings.pop(name)
+    # What follows from server.overlap and mesh.tensor, which the resumed run may change.
+    overlap, tensor = settings.get("server.overlap", False), settings.get("mesh.tensor", 1)
+    automatic = {
+        "update.max_logp_diff": automatic_logp_diff(settings["dtype"], overlap=overlap),
+        "mesh.transfers": automatic_transfers(small=settings["model"] is None, tensor=tensor),
+    }
+    for name, value in automatic.items():
+        if settings.get(name) == value:
+            settings.pop(name, None)
     return {n: value for n, value in settings.items() if n.split(".")[0] not in _NOT_INHERITED}
 
 

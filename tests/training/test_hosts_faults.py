@@ -67,6 +67,14 @@ def test_resumed_byte_for_byte(folder, uninterrupted, tmp_path, after):
     assert f"resuming after step {after} of" in run.printed(0)
 
 
+def test_an_optimizer_with_a_key_is_resumed(folder, tmp_path):
+    noisy = OptimizerConfig("noisy_sgd", {"key": 3}, learning_rate=1e-2, warmup_steps=1)
+    changes = {"optimizer": noisy, "logging": EVERY_STEP, "steps": 2}
+    run_joined(folder, config(folder, tmp_path / "whole", **changes))
+    copy_until(tmp_path / "whole", tmp_path / "run", 1)
+    assert_goes_on(folder, tmp_path / "run", tmp_path / "whole", **changes)
+
+
 @pytest.mark.parametrize("process", [0, 1])
 @pytest.mark.parametrize(
     ("fault", "message"),

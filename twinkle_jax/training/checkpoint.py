@@ -188,26 +188,22 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 
 def _target(leaf: Any) -> Any:
-    """Describe a leaf for orbax: on the host if it is uncommitted or a key, else on its devices."""
-    if _is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, leaf)
-    elif _sharding(leaf) is not None:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return np.empty(leaf.shape, leaf.dtype)
+    """Describe a leaf, or the bits of a key, for orbax: on the host if it is uncommitted."""
+    sharding, bits = _sharding(leaf), jax.eval_shape(_bits, leaf)
+    if sharding is not None:
+        return jax.ShapeDtypeStruct(bits.shape, bits.dtype, sharding=sharding)
+    return np.empty(bits.shape, bits.dtype)
 
 
 def _place(stored: Any, leaf: Any) -> jax.Array:
     if stored is None:  # orbax does not write arrays without elements
-        stored = np.empty(
-            jax.eval_shape(_bits, leaf).shape, np.uint32 if _is_key(leaf) else leaf.dtype
-        )
-    if isinstance(stored, jax.Array):
-        return stored
-    array = jnp.asarray(stored)
+        bits = jax.eval_shape(_bits, leaf)
+        stored = np.empty(bits.shape, bits.dtype)
+    array, sharding = jnp.asarray(stored), _sharding(leaf)
     if _is_key(leaf):
         array = jax.random.wrap_key_data(array, impl=jax.random.key_impl(jnp.empty((), leaf.dtype)))
-    sharding = _sharding(leaf)
-    return array if sharding is None else jax.device_put(array, sharding)
+    is_placed = sharding is None or isinstance(stored, jax.Array)
+    return array if is_placed else jax.device_put(array, sharding)
 
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")  # in tensorstore's messages

@@ -398,7 +398,7 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
         "update.recompute": "nothing" if small else "auto",
-        "mesh.transfers": "once" if small and config.mesh.tensor == 1 else "layers",
+        "mesh.transfers": automatic_transfers(small=small, tensor=config.mesh.tensor),
         "steps": 200 if small else 500,
         "optimizer.learning_rate": 6e-4 if small else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
@@ -414,6 +414,11 @@ def automatic_logp_diff(dtype: str, *, overlap: bool) -> float | None:
     if overlap:  # sampler and trainer are an update apart
         return 0.2
     return {"float32": 1e-3, "bfloat16": 0.2}.get(dtype, AUTO)
+
+
+def automatic_transfers(*, small: bool, tensor: int) -> str:
+    """Return the default of `mesh.transfers`."""
+    return "once" if small and tensor == 1 else "layers"
 
 
 def automatic_budget(config: TrainConfig) -> int:
