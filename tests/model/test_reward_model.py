@@ -288,6 +288,18 @@ def save_policy_with_tokenizer(directory, **changes):
     return params
 
 
+def test_a_text_model_inside_another_one_begins_with_a_head_of_zeros(tmp_path):
+    """Its head for tokens, which is left out, stands in `language_model`."""
+    nested = {"model_type": "mistral3", "text_config": family("mistral")}
+    save_pretrained(Decoder(parse_config(nested), params_of("mistral")), tmp_path)
+    TEMPLATE.tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    safetensors.numpy.save_file({f"language_model.{k}": x for k, x in tensors.items()}, file)
+    reward = RewardModel.from_pretrained(tmp_path, new_head=True)
+    assert_same(reward.params, {k: x for k, x in params_of("mistral").items() if k != "lm_head"})
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_policy_begins_with_a_head_of_zeros(tied, tmp_path):
     params = save_policy_with_tokenizer(tmp_path / "policy", tie_word_embeddings=tied)
