@@ -208,6 +208,10 @@ def test_evaluations_are_made_to_fit():
     assert chosen.rollout.slots is None and chosen.evaluation.slots in (64, 128)
     assert notes[-1].startswith(f"evaluation.slots {chosen.evaluation.slots}: ")
     assert fit(recipe, state, (needed + step) // 2, notes.append) == unbounded
+    by_eight = dataclasses.replace(recipe.config.rollout, slots=8)
+    few = recipe._replace(config=dataclasses.replace(recipe.config, rollout=by_eight))
+    assert fit(few, state, needed, notes.append, evaluates=True).evaluation.slots == 8
+    assert notes[-1].startswith("evaluation.slots 8: ")
     sampled = dataclasses.replace(recipe.config, evaluation=EvaluationConfig(pass_k=2))
     several = evaluation_memory(recipe._replace(config=sampled), state)
     assert several - needed >= 256 * 3 * 63 * TOKEN  # four completions of each prompt, not one

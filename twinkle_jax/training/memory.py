@@ -196,9 +196,9 @@ def fit(
     if not evaluates:
         return config
     rows = min(config.evaluation.problems, BATCH) * max(2 * config.evaluation.pass_k, 1)
-    slots = config.evaluation.slots
-    fewer = _fewer_slots(slots, min(rows, config.rollout.slots or rows), shards)
-    return choose("evaluation.slots", fewer, evaluation_memory, slots is not None)
+    slots = config.evaluation.slots or config.rollout.slots
+    fewer, user_set = _fewer_slots(slots, rows, shards), config.evaluation.slots is not None
+    return choose("evaluation.slots", fewer, evaluation_memory, user_set)
 
 
 def _smaller_budgets(config: TrainConfig) -> Iterator[int]:
