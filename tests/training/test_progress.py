@@ -286,16 +286,23 @@ def test_in_another_thread_nothing_is_changed():
 
 @contextlib.contextmanager
 def started(code, *lines, **pipes):
-    """A process that runs Python code, once it has printed these lines."""
+    """A process that runs Python code, once it has printed these lines; it is killed in the end."""
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, **pipes) as process:
-        assert [process.stdout.readline() for _ in lines] == [f"{line}\n" for line in lines]
-        yield process
+        late = threading.Timer(300, process.kill)  # a test that waits for a line would wait forever
+        late.start()
+        try:
+            assert [process.stdout.readline() for _ in lines] == [f"{line}\n" for line in lines]
+            yield process
+        finally:
+            late.cancel()
+            process.kill()
 
 
 BUSY = """
-import sys, time
+import signal, sys, time
 from twinkle_jax.training.progress import Interruption
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
 with Interruption() as interruption:
     print("ready", flush=True)
     {wait}

@@ -33,9 +33,9 @@ def test_a_run_learns_from_the_scores_of_a_model(devices, files, monkeypatch, ca
         calls.append((self, score(self, trajectories, truths)))
         return calls[-1][1]
 
-    def record_limit(recipe, state, limit, note):
+    def record_limit(recipe, state, limit, *args, **options):
         limits.append(limit)
-        return fit(recipe, state, limit, note)
+        return fit(recipe, state, limit, *args, **options)
 
     monkeypatch.setattr(RewardModel, "__call__", record)
     monkeypatch.setattr(start, "fit", record_limit)
