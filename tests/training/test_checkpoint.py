@@ -113,7 +113,6 @@ def test_nothing_to_write(tmp_path, arrays):
     assert_same(checkpoints.restore(arrays).arrays, arrays)
 
 
-@pytest.mark.exhaustive
 def test_arrays_come_back_to_their_devices(tmp_path):
     mesh = jax.make_mesh((4, 2), ("data", "model"))
 

@@ -432,6 +432,7 @@ def _calls_of(value: Any, opening: re.Match[str]) -> list[Any]:
 
 
 def _name(opening: re.Match[str]) -> str:
+    """Return the name of the function before its arguments; empty if there is none."""
     groups = opening.groupdict()
     return (groups.get("name") or groups.get("function") or "").strip()
 

@@ -374,7 +374,7 @@ def stored_names(
         numbers = (layer_number(config, path, r) for r in range(repeats))
         return [f"{prefix}layers.{number}.{name}" for number in numbers]
     if path[0] == "lm_head":
-        return [HEADS[prefix == "language_model.model."]]
+        return [HEADS[1] if prefix == "language_model.model." else HEADS[0]]
     return [prefix + name]
 
 
