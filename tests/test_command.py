@@ -18,6 +18,7 @@ from twinkle_jax.training import (
     EvaluationConfig,
     TrainConfig,
     load_policy,
+    memory,
     save_policy,
     score_batch,
     small_policy,
@@ -30,7 +31,7 @@ TINY = ["--steps", "1", "--warm_start", "0", "--rollout.prompts", "4"]
 TINY += ["--evaluation.problems", "8"]
 
 
-def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
+def test_train_with_a_file_and_flags_over_it(tmp_path, capsys, monkeypatch):
     file = tmp_path / "run.yaml"
     file.write_text(
         "steps: 7\nseed: 3\nrollout:\n  num_samples: 2\noptimizer:\n  options: {b1: 0.8}\n"
@@ -54,6 +55,9 @@ def test_train_with_a_file_and_flags_over_it(tmp_path, capsys):
     assert len(set(re.split(r"--- .*\n", capsys.readouterr().out)[1:])) == 1
     assert main(["evaluate", "--model", str(run), "--level", "1", "--problems", "8"]) == 0
     assert capsys.readouterr().out.startswith("accuracy 0.")
+    monkeypatch.setattr(memory, "device_memory", lambda limit: 1 << 20)
+    assert main(["evaluate", "--model", str(run), "--level", "1", "--problems", "8"]) == 1
+    assert "slots: the smallest takes" in capsys.readouterr().err
     assert main(["export", str(run), str(tmp_path / "exported")]) == 0
     exported = (tmp_path / "exported" / "model.safetensors").read_bytes()
     assert exported == (run / "policy" / "model.safetensors").read_bytes()

@@ -253,6 +253,8 @@ def _evaluate_options(parser: Any) -> None:
 def _evaluate(options: Any) -> int:
     """Evaluate a policy, and print one metric a line."""
     from twinkle_jax.training.evaluation import held_out
+    from twinkle_jax.training.memory import device_bytes, device_memory, fit_evaluation
+    from twinkle_jax.training.state import shapes_of
     from twinkle_jax.training.task import has_held_out, make_task
 
     run = _run_config(options.model)
@@ -297,13 +299,21 @@ def _evaluate(options: Any) -> int:
     check_effects(config)
     task, policy = make_task(config), _read_policy(options.model)
     config = dataclasses.replace(config, dtype=_dtype_of(options.model))
-    if sys.stderr.isatty():
-        begun = f"evaluating on {len(task.held_out)} problems; compiling first"
-        print(begun, file=sys.stderr)  # noqa: T201
+    _say(f"evaluating on {len(task.held_out)} problems; compiling first")
+    limit = device_memory(None)
+    if limit is not None and task.held_out:
+        judges = sum(device_bytes(shapes_of(model.params)) for model in task.reward_models())
+        config = fit_evaluation(config, policy, limit - judges, _say)
     results = held_out(config, task, policy)
     for name, value in results.items():
         print(f"{name} {value:.4f}")  # noqa: T201
     return 0
+
+
+def _say(text: str) -> None:
+    """Tell who sits at a terminal what a command does."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr)  # noqa: T201
 
 
 def _sample_options(parser: Any) -> None:

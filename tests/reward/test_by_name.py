@@ -186,6 +186,7 @@ def test_functions_of_one_name_in_two_files(rewards_file, tmp_path):
         (["exact", "nothing"], None, "^reward .*nothing"),
         (["exact", "math"], [1], "^reward_weights"),
         ("exact", [float("nan")], "^reward_weights"),
+        (["exact", "math"], [0, 0.0], "^reward_weights"),
     ],
 )
 def test_names_and_weights_that_are_refused(names, weights, message):

@@ -26,6 +26,7 @@ from twinkle_jax.training.memory import (
     device_memory,
     evaluation_memory,
     fit,
+    fit_evaluation,
     rollout_memory,
     update_memory,
 )
@@ -224,6 +225,22 @@ def test_evaluations_are_made_to_fit():
             notes.append,
             evaluates=True,
         )
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_a_policy_alone_is_made_to_fit():
+    """It takes what one of a run takes, without the state of an optimizer."""
+    recipe, state = begun()
+    needed = evaluation_memory(recipe, state) - bytes_of(state) + bytes_of(state.params)
+    notes = []
+    assert fit_evaluation(recipe.config, POLICY, needed, notes.append).evaluation.slots is None
+    assert fit_evaluation(recipe.config, POLICY, needed - 1, notes.append).evaluation.slots == 128
+    assert [note.split(":")[0] for note in notes] == [
+        "evaluation.slots all",
+        "evaluation.slots 128",
+    ]
+    with pytest.raises(ValueError, match=r"evaluation\.slots"):
+        fit_evaluation(recipe.config, POLICY, bytes_of(POLICY.params), notes.append)
 
 
 @pytest.mark.slow

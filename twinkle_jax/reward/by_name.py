@@ -75,7 +75,7 @@ def find_rewards(
 
     Raises:
         ValueError: if there are no names, a name is given twice or not found, or the weights are
-            not finite numbers, one for each name.
+            not finite numbers, one for each name, or all 0.
         TypeError: if a named object is not a reward, see `as_reward`.
 
     Example:
@@ -96,6 +96,8 @@ def find_rewards(
         raise ValueError(
             f"reward_weights must be {len(names)} finite numbers, one a reward, got {weights}"
         )
+    if not any(weights):
+        raise ValueError(f"reward_weights must have a number other than 0, got {weights}")
     short = [Path(name.rpartition(":")[2]).name for name in names]
     labels = [s if short.count(s) == 1 else n for s, n in zip(short, names, strict=True)]
     rewards = [find(name) for name in names]

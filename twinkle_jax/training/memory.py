@@ -3,14 +3,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from twinkle_jax.data import Batch, bucket_size
 from twinkle_jax.data.batch import batch_width
+from twinkle_jax.model import DecoderConfig
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget, with_setting
@@ -18,6 +20,7 @@ from twinkle_jax.training.engine import replayed_routing
 from twinkle_jax.training.evaluation import BATCH
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.packing import Packing, line_width
+from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.state import TrainState, apply_gradients, shapes_of
 from twinkle_jax.training.step import RECOMPUTED, Recipe, takes_segments
 
@@ -82,34 +85,53 @@ def rollout_memory(recipe: Recipe, state: TrainState) -> int:
         recipe: of the run; its slots and the maximum lengths of prompts and completions are read.
         state: what is trained; arrays, or their shapes and shardings.
     """
-    return _sampling_memory(recipe, state, recipe.config.rollout)
+    return _held_by(recipe, state) + _sampling_memory(
+        _sampled(recipe, state), recipe.config, recipe.config.rollout
+    )
 
 
-def _sampling_memory(recipe: Recipe, state: TrainState, rollout: RolloutConfig) -> int:
-    state, frozen = shapes_of(state), shapes_of(recipe.frozen)
-    held = sum(map(device_bytes, (state, frozen, shapes_of(recipe.reference))))
+class _Sampled(NamedTuple):
+    """A policy that rows are drawn from: the shapes of its arrays."""
+
+    params: Any
+    frozen: Any
+    decoder: DecoderConfig
+    mesh: Mesh | None
+
+
+def _sampled(recipe: Recipe, state: TrainState) -> _Sampled:
+    return _Sampled(shapes_of(state.params), shapes_of(recipe.frozen), recipe.decoder, recipe.mesh)
+
+
+def _held_by(recipe: Recipe, state: TrainState) -> int:
+    """Bytes per device of what stays there from step to step."""
+    return sum(map(device_bytes, map(shapes_of, (state, recipe.frozen, recipe.reference))))
+
+
+def _sampling_memory(policy: _Sampled, config: TrainConfig, rollout: RolloutConfig) -> int:
+    """Peak bytes per device of a rollout, besides parameters."""
     rows = rollout.prompts * rollout.num_samples
     options: dict[str, Any] = {
         "sampling": rollout.sampling(stop_tokens=()),
-        "frozen": frozen,
-        "compute_dtype": recipe.config.dtype,
-        "mesh": recipe.mesh,
-        "keep_routing": recipe.config.update.replay_routing == "sampler",
+        "frozen": policy.frozen,
+        "compute_dtype": config.dtype,
+        "mesh": policy.mesh,
+        "keep_routing": config.update.replay_routing == "sampler",
     }
-    if recipe.config.many_turns and (rollout.slots is None or rows <= rollout.slots):
-        return held + conversations_memory(
-            state.params,
-            recipe.decoder,
+    if config.many_turns and (rollout.slots is None or rows <= rollout.slots):
+        return conversations_memory(
+            policy.params,
+            policy.decoder,
             rows,
             max_length=rollout.max_episode_tokens,
             max_new_tokens=rollout.max_new_tokens,
             **options,
         )
-    longest = recipe.config.longest_row - rollout.max_new_tokens
-    samples = 1 if recipe.config.many_turns else rollout.num_samples  # each episode is a prompt
-    drawing = generate_memory(
-        state.params,
-        recipe.decoder,
+    longest = config.longest_row - rollout.max_new_tokens
+    samples = 1 if config.many_turns else rollout.num_samples  # each episode is a prompt
+    return generate_memory(
+        policy.params,
+        policy.decoder,
         prompts=rows // samples,
         prompt_tokens=bucket_size(longest, smallest=8),
         num_samples=samples,
@@ -117,18 +139,20 @@ def _sampling_memory(recipe: Recipe, state: TrainState, rollout: RolloutConfig) 
         slots=rollout.slots,
         **options,
     )
-    return drawing + held
 
 
 def evaluation_memory(recipe: Recipe, state: TrainState) -> int:
     """Compute the peak bytes per device of an evaluation, as `rollout_memory`."""
-    config = recipe.config
+    return _held_by(recipe, state) + _evaluating_memory(_sampled(recipe, state), recipe.config)
+
+
+def _evaluating_memory(policy: _Sampled, config: TrainConfig) -> int:
     prompts, k = min(config.evaluation.problems, BATCH), config.evaluation.pass_k
 
     def needed(samples: int) -> int:
         slots = config.evaluation.slots or config.rollout.slots
         rollout = replace(config.rollout, prompts=prompts, num_samples=samples, slots=slots)
-        return _sampling_memory(recipe, state, rollout)
+        return _sampling_memory(policy, config, rollout)
 
     return max(needed(samples) for samples in ((1, 2 * k) if k else (1,)))
 
@@ -161,44 +185,92 @@ def fit(
     """
     config = recipe.config
 
-    def choose(
-        name: str, values: Iterator[int | None], count: Callable[..., int], user_set: bool
-    ) -> TrainConfig:
-        for number, value in enumerate(values):
-            chosen = with_setting(config, name, value)
-            needed = count(recipe._replace(config=chosen), state)
-            takes = f"{needed / _GIB:.2f} GiB of the {limit / _GIB:.2f} of a device"
-            if needed > limit:
-                continue
-            if number > 0 and user_set:
-                raise ValueError(f"{name} must be at most {value}, which takes {takes}")
-            note(f"{name} {'all' if value is None else value}: takes {takes}")
-            return chosen
-        raise ValueError(
-            f"{name}: the smallest takes {takes}; more devices (mesh.fsdp), adapters (lora.rank), "
-            "a smaller rollout.max_new_tokens or rollout.max_prompt_tokens take less"
-        )
+    def counted(count: Callable[[Recipe, TrainState], int]) -> Callable[[TrainConfig], int]:
+        return lambda config: count(recipe._replace(config=config), state)
 
     if config.update.recompute == "auto":  # fewer operations rather than more tokens at once
         config = with_setting(config, "update.recompute", "elementwise")
-        if update_memory(recipe._replace(config=config), state) > limit:
+        if counted(update_memory)(config) > limit:
             config = with_setting(config, "update.recompute", "layers")
         note(f"update.recompute {config.update.recompute}")
+    choose = partial(_choose, limit=limit, note=note)
     user_set = config.update.micro_batch_tokens != automatic_budget(config)
     budgets = _smaller_budgets(config)
-    config = choose("update.micro_batch_tokens", budgets, update_memory, user_set)
+    config = choose(config, "update.micro_batch_tokens", budgets, counted(update_memory), user_set)
     if config.server.url is not None:  # it samples, with memory of its own
         return config
     shards = config.mesh.data * config.mesh.fsdp
     rows, slots = config.rollout.prompts * config.rollout.num_samples, config.rollout.slots
     fewer = _fewer_slots(slots, rows, shards)
-    config = choose("rollout.slots", fewer, rollout_memory, slots is not None)
+    config = choose(config, "rollout.slots", fewer, counted(rollout_memory), slots is not None)
     if not evaluates:
         return config
+    return _fit_evaluation(config, counted(evaluation_memory), limit, note)
+
+
+def fit_evaluation(
+    config: TrainConfig, policy: Policy, limit: int, note: Callable[[str], None]
+) -> TrainConfig:
+    """Choose a number of slots with which evaluations of a policy alone fit into a device.
+
+    Args:
+        config: settings of the evaluation.
+        policy: what is evaluated.
+        limit: bytes of the device.
+        note: called with a sentence about the choice.
+
+    Returns:
+        The configuration, with a smaller `evaluation.slots` where all rows at once do not fit.
+
+    Raises:
+        ValueError: if one row at a time does not fit, or `evaluation.slots` is given and does not.
+    """
+    params, frozen = shapes_of(policy.params), shapes_of(policy.frozen)
+    sampled = _Sampled(params, frozen, policy.config, None)
+    held = device_bytes(params) + device_bytes(frozen)
+    return _fit_evaluation(
+        config, lambda config: held + _evaluating_memory(sampled, config), limit, note
+    )
+
+
+def _fit_evaluation(
+    config: TrainConfig,
+    count: Callable[[TrainConfig], int],
+    limit: int,
+    note: Callable[[str], None],
+) -> TrainConfig:
     rows = min(config.evaluation.problems, BATCH) * max(2 * config.evaluation.pass_k, 1)
     slots = config.evaluation.slots or config.rollout.slots
-    fewer, user_set = _fewer_slots(slots, rows, shards), config.evaluation.slots is not None
-    return choose("evaluation.slots", fewer, evaluation_memory, user_set)
+    fewer = _fewer_slots(slots, rows, config.mesh.data * config.mesh.fsdp)
+    user_set = config.evaluation.slots is not None
+    return _choose(config, "evaluation.slots", fewer, count, user_set, limit=limit, note=note)
+
+
+def _choose(
+    config: TrainConfig,
+    name: str,
+    values: Iterator[int | None],
+    count: Callable[[TrainConfig], int],
+    user_set: bool,
+    *,
+    limit: int,
+    note: Callable[[str], None],
+) -> TrainConfig:
+    """Set the first value that fits; raise if the user's, which is the first one, does not."""
+    for number, value in enumerate(values):
+        chosen = with_setting(config, name, value)
+        needed = count(chosen)
+        takes = f"{needed / _GIB:.2f} GiB of the {limit / _GIB:.2f} of a device"
+        if needed > limit:
+            continue
+        if number > 0 and user_set:
+            raise ValueError(f"{name} must be at most {value}, which takes {takes}")
+        note(f"{name} {'all' if value is None else value}: takes {takes}")
+        return chosen
+    raise ValueError(
+        f"{name}: the smallest takes {takes}; a smaller max_new_tokens or max_prompt_tokens takes "
+        "less, and in training more devices (mesh.fsdp) or adapters (lora.rank)"
+    )
 
 
 def _smaller_budgets(config: TrainConfig) -> Iterator[int]:
