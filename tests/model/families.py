@@ -38,6 +38,7 @@ NAMES = (
     "phi3",
     "gpt_oss",
     "ministral3",
+    "youtu",
 )
 ALL = (
     "llama",
@@ -204,6 +205,15 @@ _OWN["gpt_oss"] = {  # a bound that many gates reach
     "intermediate_size": 16,
 }
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
+_OWN["youtu"] = _NO_ENDS | {  # 14 of the 16 entries of a cached key are of the latent vector
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 14,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 _OWN["ministral3"] = _NO_ENDS | {  # queries grow from the fourth token on
     "rope_parameters": {
         "rope_type": "yarn",

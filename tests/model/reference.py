@@ -240,6 +240,8 @@ def _attention(
     sliding: bool,
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Attention, and the keys, before their rotation, and values that it attended to."""
+    if config.attention.latent is not None:
+        return _latent_attention(y, w, config, places), (y, y)
     a, time, seen = config.attention, len(y), len(y)
     if not sliding and config.full_attention is not None:
         a = config.full_attention
@@ -293,6 +295,43 @@ def _attention(
                 out[t, head] /= 1 + np.exp(-queries[t, head, a.head_dim :])
     mixed = out.reshape(time, -1) @ w["o_proj"]["kernel"]
     return mixed + w["o_proj"].get("bias", 0), (keys, values)
+
+
+def _latent_attention(
+    y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray
+) -> np.ndarray:
+    """Latent attention with keys and values of each head."""
+    a, time = config.attention, len(y)
+    latent, unrotated = a.latent, a.head_dim - a.rotary_dim
+    scale = 1 / np.sqrt(a.head_dim)
+    if isinstance(a.rope_scaling, YarnScaling):
+        scale *= a.rope_scaling.logit_factor
+
+    def project(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ w[name]["kernel"] + w[name].get("bias", 0)
+
+    def normed(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w[name]["scale"]
+
+    if latent.query_width is None:
+        queries = project(y, "q_proj")
+    else:
+        queries = project(normed(project(y, "q_a_proj"), "q_a_layernorm"), "q_b_proj")
+    queries = queries.reshape(time, a.query_heads, a.head_dim)
+    narrow = project(y, "kv_a_proj_with_mqa")
+    turned = [rotated(k, places[t], a) for t, k in enumerate(narrow[:, latent.width :])]
+    narrow = normed(narrow[:, : latent.width], "kv_a_layernorm")
+    each = project(narrow, "kv_b_proj").reshape(time, a.query_heads, -1)
+    out = np.zeros((time, a.query_heads, latent.value_dim))
+    for head in range(a.query_heads):
+        for t in range(time):
+            query = queries[t, head]
+            query = np.concatenate([query[:unrotated], rotated(query[unrotated:], places[t], a)])
+            keys = [np.concatenate([each[s, head, :unrotated], turned[s]]) for s in range(t + 1)]
+            scores = np.array(keys) @ query * scale
+            weights = np.exp(scores - scores.max())
+            out[t, head] = weights @ each[: t + 1, head, unrotated:] / weights.sum()
+    return project(out.reshape(time, -1), "o_proj")
 
 
 def _delta_net(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:

@@ -58,6 +58,16 @@ CASES = {
         "rope_scaling": {"type": "linear", "factor": 4.0},
     },
     "mistral": {"num_hidden_layers": 1},
+    "youtu": {},
+    "youtu tied, biased, in halves": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_interleave": False,
+    },
+    "youtu without narrow queries, YaRN": {
+        "q_lora_rank": None,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
     "ministral3": {},
     "ministral3 tied, sliding": {"tie_word_embeddings": True, "sliding_window": 3},
     "mistral sliding": {"sliding_window": 3, "rope_parameters": None, "rope_theta": 500.0},

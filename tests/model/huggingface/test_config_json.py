@@ -101,7 +101,7 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "gemma4_text": "Gemma4"}
     names |= {"mistral": "Mistral", "ministral3": "Ministral3"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
-    names |= {"granite": "Granite", "phi3": "Phi3"}
+    names |= {"granite": "Granite", "phi3": "Phi3", "youtu": "Youtu"}
     names |= {"qwen2_moe": "Qwen2Moe", "qwen3_next": "Qwen3Next", "olmoe": "Olmoe"}
     names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4"}
     names |= {"gpt_oss": "GptOss", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}

@@ -59,6 +59,7 @@ class YarnScaling:
         truncate: whether both ends of that range are widened to the next whole pair.
         query_growth: of Ministral 3: queries are multiplied by 1 + query_growth * log(1 + n) from n
             times the original length on.
+        logit_factor: of latent attention: attention logits are multiplied by it.
     """
 
     factor: float
@@ -68,6 +69,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     query_growth: float = 0.0
+    logit_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,28 @@ class Window:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention: one narrow vector of a token gives keys and values to all heads.
+
+    Only the last entries of a head rotate, and all heads have the same rotated keys. A cache holds
+    the narrow vector and these.
+
+    Attributes:
+        width: of that vector.
+        query_width: of another one, which queries are projected from; None: they are projected from
+            the residual stream.
+        value_dim: width of the values of one head.
+
+    References:
+        [DeepSeek-V2](https://arxiv.org/abs/2405.04434) (2024)
+    """
+
+    width: int
+    query_width: int | None
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention with grouped heads and rotary positions.
 
@@ -148,6 +172,8 @@ class AttentionConfig:
         output_gate: whether a sigmoid gate, the second half of each query head's projection,
             multiplies the attention output.
         sinks: whether each query head has a sink: a trained logit in the softmax, without a value.
+        latent: of latent attention, whose last `rotary_dim` entries of a head are rotated; None for
+            keys and values that are projected from the residual stream.
     """
 
     query_heads: int
@@ -171,13 +197,16 @@ class AttentionConfig:
     value_norm: bool = False
     window: Window | None = None
     sinks: bool = False
+    latent: LatentConfig | None = None
 
     @property
     def scale(self) -> float:
         """Factor on the products of queries and keys."""
         if self.multiplier is not None:
             return self.multiplier
-        return 1 / math.sqrt(self.query_width or self.head_dim)
+        scaling = self.rope_scaling
+        sharper = scaling.logit_factor if isinstance(scaling, YarnScaling) else 1.0
+        return sharper / math.sqrt(self.query_width or self.head_dim)
 
     @property
     def longest_row(self) -> int | None:
@@ -477,6 +506,7 @@ class Family:
         clamped_experts: whether feed-forward layers consist of experts with `swiglu_limit`, which
             checkpoints may store in MXFP4.
         sinks: whether attention has sinks.
+        latent: whether attention is latent; its keys are `kv_lora_rank` and those of the widths.
         window_keys: whether there are keys for sliding windows, which no layer may use.
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
@@ -529,6 +559,7 @@ class Family:
     added_experts: bool = False
     clamped_experts: bool = False
     sinks: bool = False
+    latent: bool = False
     window_keys: bool = False
     window_pattern: int | None = None
     sliding_keys: tuple[str, ...] = ("sliding_window",)
@@ -715,6 +746,23 @@ FAMILIES: dict[str, Family] = {
             "post_attention_layernorm": "post_self_attn_layernorm",
             "pre_feedforward_layernorm": "post_attention_layernorm",
             "post_feedforward_layernorm": "post_mlp_layernorm",
+        },
+    ),
+    "youtu": Family(
+        "YoutuForCausalLM",
+        latent=True,
+        defaults={
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "tie_word_embeddings": True,
         },
     ),
     "olmoe": Family(

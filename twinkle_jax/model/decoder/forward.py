@@ -320,11 +320,22 @@ def run(
                 implementation=implementations[kind],
                 mesh=attention_mesh,
             )
-            return attended, heads.new
+            return attended, heads.new if heads.latents is None else heads.latents
 
         x = keep_rows(x, mesh)
         x, state, chosen = _layer(
-            config, kind, x, weights, second, inputs, attend, state, experts_mesh, routing, token
+            config,
+            kind,
+            x,
+            weights,
+            second,
+            inputs,
+            attend,
+            cache is not None,
+            state,
+            experts_mesh,
+            routing,
+            token,
         )
         if keep_routing:
             assert config.experts is not None
@@ -401,6 +412,7 @@ def _layer(
     second: Bool[Array, ""] | bool,
     inputs: DecoderInputs,
     attend: Callable[[Heads], tuple[Array, Any]],
+    to_cache: bool,
     state: Any,
     mesh: Mesh | None,
     routing: Int[Array, "tokens chosen"] | None,
@@ -411,9 +423,11 @@ def _layer(
     if kind != LINEAR:
         batch = inputs.tokens.shape[0]
         rotary = table_of(inputs.rotary, second)
-        heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch)
+        heads = project_heads(
+            y, weights["self_attn"], config, kind, rotary, batch, to_cache=to_cache
+        )
         attended, state = attend(heads)
-        mixed = project_out(attended, heads.gate, weights["self_attn"])
+        mixed = project_out(attended, heads, weights["self_attn"], config.attention_of(kind))
     else:
         assert config.delta_net is not None
         mixed, state = delta_net(

@@ -75,11 +75,10 @@ def empty_pages(
     """
 
     def lines(state: KeyValues, layers: int, pages: int) -> KeyValues:
-        _, _, groups, width, _ = state.keys.shape
-        line = (layers, pages, groups)
+        line = (layers, pages, state.keys.shape[2])
         return KeyValues(
-            jnp.zeros((*line, width, size), state.keys.dtype),
-            jnp.zeros((*line, size, width), state.values.dtype),
+            jnp.zeros((*line, state.keys.shape[3], size), state.keys.dtype),
+            jnp.zeros((*line, size, state.values.shape[4]), state.values.dtype),
         )
 
     def empty(state: LayerState, slides: np.ndarray) -> LayerState:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
-from twinkle_jax.model.decoder.config import LINEAR, AttentionConfig, DecoderConfig
+from twinkle_jax.model.decoder.config import LINEAR, AttentionConfig, DecoderConfig, LatentConfig
 
 Params = Mapping[str, Any]
 EXPERTS = "experts"  # of paths whose matrices are stacked by expert
@@ -140,6 +140,8 @@ def _feed_forward(config: DecoderConfig, dense_width: int) -> list[Parameter]:
 
 
 def _attention(a: AttentionConfig, width: int, scale: Initial) -> list[Parameter]:
+    if a.latent is not None:
+        return _latent_attention(a, a.latent, width)
     queries, keys = a.query_heads * a.head_dim, a.key_value_heads * a.head_dim
     widths = {"q_proj": queries * (2 if a.output_gate else 1), "k_proj": keys}
     widths |= {} if a.shared_values else {"v_proj": keys}
@@ -157,6 +159,35 @@ def _attention(a: AttentionConfig, width: int, scale: Initial) -> list[Parameter
     if a.sinks:
         table.append(Parameter(("self_attn", "sinks"), (a.query_heads,)))
     return table
+
+
+def _latent_attention(a: AttentionConfig, latent: LatentConfig, width: int) -> list[Parameter]:
+    queries, values = a.query_heads * a.head_dim, a.query_heads * latent.value_dim
+    unrotated = a.query_heads * (a.head_dim - a.rotary_dim)
+    kernels = {"q_proj": (width, queries)}
+    if latent.query_width is not None:
+        kernels = {
+            "q_a_proj": (width, latent.query_width),
+            "q_b_proj": (latent.query_width, queries),
+        }
+    kernels |= {
+        "kv_a_proj_with_mqa": (width, latent.width + a.rotary_dim),
+        "kv_b_proj": (latent.width, unrotated + values),
+        "o_proj": (values, width),
+    }
+    table = [Parameter(("self_attn", name, "kernel"), shape) for name, shape in kernels.items()]
+    if a.bias:
+        table += [
+            Parameter(("self_attn", name, "bias"), (kernels[name][1],), "zeros")
+            for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+            if name in kernels
+        ]
+    normed = {"q_a_layernorm": latent.query_width, "kv_a_layernorm": latent.width}
+    return table + [
+        Parameter(("self_attn", name, "scale"), (size,), "ones")
+        for name, size in normed.items()
+        if size is not None
+    ]
 
 
 def _delta_net(config: DecoderConfig) -> list[Parameter]:

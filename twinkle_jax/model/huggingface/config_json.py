@@ -19,6 +19,7 @@ from twinkle_jax.model.decoder.config import (
     DeltaNetConfig,
     ExpertsConfig,
     Family,
+    LatentConfig,
     LinearScaling,
     LongRopeScaling,
     ProportionalScaling,
@@ -61,6 +62,15 @@ _GLOBAL_KEYS = (
 )
 _CLAMPED_EXPERT_KEYS = (*_EXPERT_KEYS, "swiglu_limit", "quantization_config")
 _ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+_LATENT_KEYS = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+)
 _MULTIPLIER_KEYS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -91,7 +101,7 @@ _IGNORED = frozenset(
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
     suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache
-    mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()  # noqa: SIM905
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings embedding_initializer_range""".split()  # noqa: SIM905
 )
 _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
@@ -99,6 +109,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _LONGROPE = ("short_factor", "long_factor")
 _GROWTH = "llama_4_scaling_beta"
+_ALL = "mscale_all_dim"
 _YARN = """original_max_position_embeddings attention_factor attn_factor beta_fast beta_slow mscale
     mscale_all_dim truncate""".split()  # noqa: SIM905
 # Rotary settings of image positions: a text token has one position only.
@@ -282,10 +293,14 @@ def _attention(
             f"num_attention_heads must be a multiple of num_key_value_heads, "
             f"got {query_heads} and {key_value_heads}"
         )
-    head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
-    if family.head_dim or flat.get("head_dim") is not None:
-        head_dim = _size(flat, "head_dim", head_dim)
-    rotary_dim = int(head_dim * rope.part)
+    latent = _latent(flat) if family.latent else None
+    if latent is not None:
+        head_dim, rotary_dim = _latent_head(flat, query_heads)
+    else:
+        head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
+        if family.head_dim or flat.get("head_dim") is not None:
+            head_dim = _size(flat, "head_dim", head_dim)
+        rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
             "head_dim times partial_rotary_factor must be even, and at most head_dim, "
@@ -309,7 +324,9 @@ def _attention(
         key_value_heads=key_value_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        interleaved=family.interleaved,
+        interleaved=_flag({"rope_interleave": True, **flat}, "rope_interleave")
+        if family.latent
+        else family.interleaved,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         bias=bias,
@@ -323,7 +340,32 @@ def _attention(
         value_norm=family.value_norm,
         window=window,
         sinks=family.sinks,
+        latent=latent,
     )
+
+
+def _latent(flat: Mapping[str, Any]) -> LatentConfig:
+    has_query = flat.get("q_lora_rank") is not None
+    return LatentConfig(
+        width=_size(flat, "kv_lora_rank"),
+        query_width=_size(flat, "q_lora_rank") if has_query else None,
+        value_dim=_size(flat, "v_head_dim"),
+    )
+
+
+def _latent_head(flat: Mapping[str, Any], query_heads: int) -> tuple[int, int]:
+    """Read the width of a head of latent attention, and how much of it is rotated."""
+    rotary_dim = _size(flat, "qk_rope_head_dim")
+    head_dim = _size(flat, "qk_nope_head_dim") + rotary_dim
+    # What transformers derives and writes; all heads have keys and values of their own.
+    derived = {
+        "qk_head_dim": head_dim,
+        "head_dim": rotary_dim,
+        "num_key_value_heads": query_heads,
+    }
+    for name, value in derived.items():
+        _one_of(flat, name, (value, None))
+    return head_dim, rotary_dim
 
 
 def _delta_net(flat: Mapping[str, Any], family: Family) -> DeltaNetConfig:
@@ -540,8 +582,13 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     growth = 0.0
     if rope.get(_GROWTH) is not None:
         growth = _number(rope, _GROWTH, 0.0)
-    sharper = _attention_factor(rope, factor)
-    return YarnScaling(factor, length, sharper, **betas, truncate=truncate, query_growth=growth)
+    sharper, logit_factor = _attention_factor(rope, factor), 1.0
+    if rope.get("kv_lora_rank") is not None and rope.get(_ALL):
+        logit_factor = _mscale(factor, _number(rope, _ALL, 1.0)) ** 2
+    return YarnScaling(
+        factor, length, sharper, **betas, truncate=truncate,
+        query_growth=growth, logit_factor=logit_factor,
+    )  # fmt: skip
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -560,6 +607,11 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 def _mscale(factor: float, scale: float = 1.0) -> float:
     """Compute the paper's attention factor for a factor on the wavelengths."""
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _mscale_of(factor: float, result: float) -> float:
+    """Undo `_mscale`."""
+    return 10 * (result - 1) / math.log(factor) if factor > 1 else 0.0
 
 
 def _longrope(rope: Mapping[str, Any]) -> LongRopeScaling:
@@ -632,6 +684,7 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     read += _GLOBAL_KEYS if family.global_heads else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
+    read += _LATENT_KEYS if family.latent else ()
     read += family.soft_caps
     read += () if family.fixed_bias else ("attention_bias",)
     fixed = {name: values for name, values in _FIXED.items() if name not in read}
@@ -764,6 +817,17 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
     if has_kinds or family.linear_layers:
         # Not for the others: transformers reads a Mistral with this key as a Ministral.
         entries["layer_types"] = list(config.layer_kinds)
+    if attention.latent is not None:
+        entries |= {
+            "head_dim": attention.rotary_dim,  # as transformers writes it
+            "qk_head_dim": attention.head_dim,
+            "qk_rope_head_dim": attention.rotary_dim,
+            "qk_nope_head_dim": attention.head_dim - attention.rotary_dim,
+            "v_head_dim": attention.latent.value_dim,
+            "kv_lora_rank": attention.latent.width,
+            "q_lora_rank": attention.latent.query_width,
+            "rope_interleave": attention.interleaved,
+        }
     if not family.fixed_bias:
         entries["attention_bias"] = attention.bias
     if family.rotary_part is not None:
@@ -877,7 +941,13 @@ def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
         if scaling.query_growth:
             entries[_GROWTH] = scaling.query_growth
         usual = _mscale(scaling.factor)
-        if scaling.attention_factor != usual:
+        if attention.latent is not None:  # for vLLM, and for the factor on logits
+            whole = math.sqrt(scaling.logit_factor)
+            entries |= {
+                "mscale": _mscale_of(scaling.factor, scaling.attention_factor * whole),
+                _ALL: _mscale_of(scaling.factor, whole),
+            }
+        elif scaling.attention_factor != usual:
             # vLLM reads this ratio and not `attention_factor`; transformers does the reverse.
             entries["attn_factor"] = scaling.attention_factor / usual
     elif scaling is not None:
