@@ -38,6 +38,7 @@ NAMES = (
     "phi3",
     "gpt_oss",
     "ministral3",
+    "glm4_moe",
 )
 ALL = (
     "llama",
@@ -187,6 +188,18 @@ _OWN["glm"] = _NO_ENDS | {  # four of eight entries of a head are rotated
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 }
 _OWN["glm4"] = _OWN["glm"]
+_OWN["glm4_moe"] = {  # a dense layer before two with experts, of which no weights add up to 1
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "rope_parameters": _OWN["glm"]["rope_parameters"],
+}
 _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's width says
     "embedding_multiplier": 3.3,
     "attention_multiplier": 0.21,

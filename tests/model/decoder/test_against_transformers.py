@@ -112,6 +112,21 @@ CASES = {
         "partial_rotary_factor": 0.75,
         "num_key_value_heads": 1,
     },
+    "glm4_moe": {},
+    "glm4_moe two dense, unnormalised": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 1,
+        "norm_topk_prob": False,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "rope_parameters": None,
+        "rope_theta": 700.0,
+        "partial_rotary_factor": 0.75,
+    },
+    "glm4_moe without dense": {"first_k_dense_replace": 0, "num_experts_per_tok": 1},
     "gemma3_text": {},
     "gemma3_text by pattern": {
         "layer_types": None,
@@ -273,6 +288,8 @@ def oracle(case, **changes):
         for name, x in model.named_buffers():
             if name.endswith("layer_scalar"):
                 x.copy_(0.7 + 0.3 * torch.randn_like(x))
+            if name.endswith("e_score_correction_bias"):
+                x.copy_(0.5 * torch.randn_like(x))
     return model
 
 
@@ -438,7 +455,7 @@ def test_gradients_of_a_loss(name, saved):
         ours = gradient
         for key in path:
             ours = ours[key]
-        if path[-1] == "layer_scalar":  # it is not trained
+        if path[-1] in ("layer_scalar", "e_score_correction_bias"):  # they are not trained
             np.testing.assert_array_equal(ours, 0)
             continue
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
@@ -471,6 +488,9 @@ def test_gradients_of_a_loss(name, saved):
         "ministral3",
         "glm",
         "glm4 three of four, by older names",
+        "glm4_moe",
+        "glm4_moe two dense, unnormalised",
+        "glm4_moe without dense",
         "gemma3_text",
         "gemma3_text by pattern",
         "gemma2",

@@ -27,7 +27,13 @@ from twinkle_jax.model.decoder.attention import (
     project_out,
 )
 from twinkle_jax.model.decoder.cache import Cache
-from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig, LayerStack
+from twinkle_jax.model.decoder.config import (
+    LINEAR,
+    SLIDING,
+    DecoderConfig,
+    ExpertsConfig,
+    LayerStack,
+)
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.layers import (
@@ -37,6 +43,7 @@ from twinkle_jax.model.decoder.layers import (
     embed_for_layers,
     final_norm,
     input_norm,
+    layer_flags,
     of_stack,
     output_logits,
     rotary_tables,
@@ -296,6 +303,7 @@ def run(
 
     def layer(
         kind: str,
+        experts: ExpertsConfig | None,
         x: Array,
         weights: Params,
         flags: tuple[Array, Array] | None,
@@ -324,7 +332,18 @@ def run(
 
         x = keep_rows(x, mesh)
         x, state, chosen = _layer(
-            config, kind, x, weights, second, inputs, attend, state, experts_mesh, routing, token
+            config,
+            kind,
+            experts,
+            x,
+            weights,
+            second,
+            inputs,
+            attend,
+            state,
+            experts_mesh,
+            routing,
+            token,
         )
         if keep_routing:
             assert config.experts is not None
@@ -334,15 +353,16 @@ def run(
     if remat:
         # prevent_cse is not needed inside a scan, and costs optimisations.
         policy = None if remat is True else remat
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
 
     def block(
         stack: LayerStack, reused: Mapping[str, Any], x: Array, xs: tuple[Any, ...]
     ) -> tuple[Array, tuple[dict[str, Any] | None, Array | None]]:
-        (members, flags, cached, routing, tokens), states, experts = xs, {}, []
+        (members, flags, cached, routing, tokens), states, numbers = xs, {}, []
         for member, (name, kind) in enumerate(stack.members):
             x, states[name], chosen = layer(
                 kind,
+                stack.experts,
                 x,
                 members[name],
                 None if flags is None else (flags[0][member], flags[1][member]),
@@ -350,29 +370,28 @@ def run(
                 None if routing is None else routing[:, member],
                 None if tokens is None else tokens[:, member],
             )
-            experts.append(chosen)
+            numbers.append(chosen)
         keeps = not stack.reuses and (keep_state or config.reusing_layers > 0)
-        kept = jnp.stack(experts, axis=1) if keep_routing else None
+        kept = jnp.stack(numbers, axis=1) if keep_routing else None
         return x, (states if keeps else None, kept)
 
     rows = inputs.tokens.shape
     with tracing_for(backend, dtype, attention_mesh):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
-        tokens = routing = flags = None
+        tokens = routing = None
         if config.token_width is not None:
             tokens = embed_for_layers(params, config, x, inputs.tokens, mesh)
         if inputs.routing is not None:
             routing = keep_rows(inputs.routing.reshape(-1, *inputs.routing.shape[2:]), mesh)
-        if not config.slide_by_kind:
-            flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
+        held: Any = {} if cache is None else cache.layers
         states: dict[str, Any] = {}
         chosen = []
         for stack in config.stacks:
             xs = (
                 {name: params["layers"][name] for name, _ in stack.members},
-                flags,
-                {} if cache is None or stack.reuses else cache.layers,
+                layer_flags(config, stack),
+                {name: held[name] for name, _ in stack.members if name in held},
                 None if routing is None else of_stack(stack, routing),
                 None if tokens is None else of_stack(stack, tokens),
             )
@@ -396,6 +415,7 @@ def run(
 def _layer(
     config: DecoderConfig,
     kind: str,
+    experts: ExpertsConfig | None,
     x: Float[Array, "tokens width"],
     weights: Params,
     second: Bool[Array, ""] | bool,
@@ -426,7 +446,7 @@ def _layer(
             epsilon=config.norm_epsilon,
         )
     x = add_mixed(config, x, mixed, weights)
-    x, chosen = feed_forward(config, x, weights, mesh, routing=routing, token=token)
+    x, chosen = feed_forward(config, experts, x, weights, mesh, routing=routing, token=token)
     return x, state, chosen
 
 

@@ -37,6 +37,7 @@ from twinkle_jax.model.decoder.parameters import (
     nest,
     parameter_table,
     stacked_shape,
+    type_in,
 )
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
@@ -161,7 +162,7 @@ def read_params(
             StoredLeaf(
                 path=path,
                 shape=stacked_shape(config, path, p),
-                dtype=_leaf_dtype(names[path], stored, dtype),
+                dtype=type_in(path, _leaf_dtype(names[path], stored, dtype)),
                 names=names[path],
                 slices=[[files[name].get_slice(name) for name in group] for group in names[path]],
                 first=stored_outputs(config, path, table)[0],
@@ -472,7 +473,7 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
         leaves: list[Any] = [reduce(getitem, other, params) for other in together]
         leaf = leaves[0]
         p = p._replace(shape=(*p.shape[:-1], stored_outputs(config, path, table)[1]))
-        to = _written_dtype(leaf, dtype)
+        to = type_in(path, _written_dtype(leaf, dtype))
         for repeat, name in enumerate(stored_names(config, path, p, prefix)):
             stacked = path[0] == "layers"
             layer = layer_number(config, path, repeat) if stacked else -1
