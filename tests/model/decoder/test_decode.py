@@ -30,6 +30,7 @@ from twinkle_jax.model import (
     take_rows,
     unstack_layers,
 )
+from twinkle_jax.model.decoder.cache import stack_layers
 from twinkle_jax.model.decoder.pages import empty_pages
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
@@ -123,8 +124,7 @@ def test_layers_one_by_one_are_the_stack(name):
         expected, stack = step(params, config, tokens, stack, mask)
         out, unstacked = step(weights if t else params, config, tokens, unstacked, mask)
         assert_same(out, expected)
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *unstacked.layers)
-    jax.tree.map(assert_same, joined, stack.layers)
+    jax.tree.map(assert_same, stack_layers(unstacked).layers, stack.layers)
     np.testing.assert_array_equal(unstacked.length, stack.length)
 
 

@@ -103,7 +103,7 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3"}
     names |= {"qwen2_moe": "Qwen2Moe", "qwen3_next": "Qwen3Next", "olmoe": "Olmoe"}
-    names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4"}
+    names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
     names |= {"gpt_oss": "GptOss", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name.split()[0]]}ForCausalLM"]
     rope = written["rope_parameters"]
