@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, NAMES, REAL_GEMMA4, REAL_GPT_OSS, batch, each, family
+from tests.model.families import (
+    ALL,
+    NAMES,
+    REAL_GEMMA4,
+    REAL_GLM4_MOE,
+    REAL_GPT_OSS,
+    batch,
+    each,
+    family,
+)
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -576,7 +585,7 @@ def test_old_configurations(saved, tmp_path):
             "qwen2",
             "qwen3",
         ),
-        *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
+        *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "glm4_moe"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
@@ -588,7 +597,9 @@ def test_what_a_configuration_leaves_out_is_transformers_default(name):
     assert parse_config(written) == parse_config(full)
 
 
-@pytest.mark.parametrize("real", [*REAL_GEMMA4.values(), *REAL_GPT_OSS.values()])
+@pytest.mark.parametrize(
+    "real", [*REAL_GEMMA4.values(), *REAL_GPT_OSS.values(), *REAL_GLM4_MOE.values()]
+)
 def test_real_models_have_the_tensors_of_transformers(real):
     """By name and shape; nothing is allocated. The output matrix of Gemma is the embedding."""
     with torch.device("meta"):

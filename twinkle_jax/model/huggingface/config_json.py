@@ -358,21 +358,23 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
         raise ValueError(
             f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
         )
-    added, width, shared_width = family.added_experts, _size(flat, family.expert_width), None
-    if family.shared_expert:
-        shared_width = _size(flat, "shared_expert_intermediate_size")
-    elif family.corrected_experts:
-        shared_width = _size(flat, "n_shared_experts") * width
-    return ExpertsConfig(
+    shared, added = family.shared_expert, family.added_experts
+    experts = ExpertsConfig(
         number=number,
         chosen=_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
-        width=width,
+        width=_size(flat, family.expert_width),
         normalised=family.normalised or _flag(flat, "norm_topk_prob"),
-        shared_width=shared_width,
+        shared_width=_size(flat, "shared_expert_intermediate_size") if shared else None,
         beside_dense=added,
         swiglu_limit=_number(flat, "swiglu_limit", 7.0) if family.clamped_experts else None,
-        corrected=family.corrected_experts,
-        scaling=_number(flat, "routed_scaling_factor", 1.0) if family.corrected_experts else 1.0,
+    )
+    if not family.corrected_experts:
+        return experts
+    return dataclasses.replace(
+        experts,
+        corrected=True,
+        scaling=_number(flat, "routed_scaling_factor", 1.0),
+        shared_width=_size(flat, "n_shared_experts") * experts.width,
     )
 
 
