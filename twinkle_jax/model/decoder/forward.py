@@ -167,7 +167,8 @@ def hidden_states(
         routing: of a mixture of experts, the numbers of the experts that each token goes through in
             each layer, such as a server chose when it drew the token. Their weights are the
             router's, and its gradients flow through these. A number that no expert has leaves the
-            choice for this token and layer to the router, as None does for all.
+            choice for this token and layer to the router, as None does for all. Those of dense
+            layers before the others are ignored.
         compute_dtype: type of activations; by default that of the embedding. Norms, softmax and
             the state of linear layers are float32 in any case.
         attention: `"xla"`, `"cudnn"` or `"splash"`; by default what
@@ -231,7 +232,10 @@ def run_rows(
     keep_routing: bool = False,
     **options: Any,
 ) -> tuple[Float[Array, "batch time width"], Int[Array, "batch time layers chosen"] | None]:
-    """Like `hidden_states`; also return the experts of each token, 0 at padding, if asked to."""
+    """Like `hidden_states`; also return the experts of each token, if asked to.
+
+    They are 0 at padding and in dense layers.
+    """
     inputs = decoder_inputs(config, tokens, mask, positions, segment_ids)
     if routing is not None:
         _check_routing(config, tokens, routing)
