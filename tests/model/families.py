@@ -39,6 +39,7 @@ NAMES = (
     "gpt_oss",
     "ministral3",
     "youtu",
+    "glm4_moe",
 )
 ALL = (
     "llama",
@@ -188,6 +189,18 @@ _OWN["glm"] = _NO_ENDS | {  # four of eight entries of a head are rotated
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 }
 _OWN["glm4"] = _OWN["glm"]
+_OWN["glm4_moe"] = {  # a dense layer before two with experts, of which no weights add up to 1
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "rope_parameters": _OWN["glm"]["rope_parameters"],
+}
 _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's width says
     "embedding_multiplier": 3.3,
     "attention_multiplier": 0.21,
@@ -340,6 +353,61 @@ REAL_GPT_OSS = {
         "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
     }
     for name, layers, experts in (("20b", 24, 32), ("120b", 36, 128))
+}
+
+
+_GLM4_MOE = {  # as the hub has it
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151_329, 151_336, 151_338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131_072,
+    "model_type": "glm4_moe",
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151_329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.1",
+    "use_cache": True,
+    "vocab_size": 151_552,
+}
+REAL_GLM4_MOE = {
+    "4.5-Air": _GLM4_MOE
+    | {
+        "first_k_dense_replace": 1,
+        "hidden_size": 4096,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "num_hidden_layers": 46,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+    "4.5": _GLM4_MOE
+    | {
+        "first_k_dense_replace": 3,
+        "hidden_size": 5120,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "num_hidden_layers": 92,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
 }
 
 

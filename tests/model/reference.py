@@ -33,7 +33,7 @@ def reference_hidden(
     places = np.arange(len(tokens)) if positions is None else np.asarray(positions)
     made: dict[str, Any] = {}  # the keys and values of the last layer of each kind
     for layer, kind in enumerate(config.layer_kinds):
-        stack = config.stacks[-1 if layer >= config.layers - config.reusing_layers else 0]
+        stack = [stack for stack in config.stacks if stack.first_layer <= layer][-1]
         repeat, member = divmod(layer - stack.first_layer, len(stack.block))
         w = _layer(params["layers"][str(stack.first_member + member)], repeat)
         y = _before(x, "input_layernorm", w, config)
@@ -48,8 +48,10 @@ def reference_hidden(
         before = "pre_feedforward" if config.output_norms else "post_attention"
         y = _before(x, f"{before}_layernorm", w, config)
         named = None if routing is None else routing[:, layer]
-        if config.experts is None:
+        if config.experts is None or layer < config.dense_layers:
             y = _gated(y, w["mlp"], config)
+            if named is not None:
+                named[:] = 0
         elif config.experts.beside_dense:
             y = norm(
                 _gated(y, w["mlp"], config), w["post_feedforward_layernorm_1"]["scale"], config
@@ -141,8 +143,10 @@ def _experts(
     activate = silu if config.activation == "silu" else gelu
     for t, (token, logits) in enumerate(zip(y, all_logits, strict=True)):
         share = np.exp(logits - logits.max())
-        share /= share.sum()
-        chosen = np.argsort(-share)[: e.chosen]
+        share, correction = share / share.sum(), 0
+        if e.corrected:
+            share, correction = 1 / (1 + np.exp(-logits)), w["gate"]["e_score_correction_bias"]
+        chosen = np.argsort(-share - correction)[: e.chosen]
         if routing is not None:
             routing[t] = chosen = np.where(routing[t] < 0, chosen, routing[t])
         total = share[chosen].sum() if e.normalised else 1
@@ -161,8 +165,10 @@ def _experts(
             if factors is not None:
                 hidden = hidden * factors[expert]
             hidden = hidden @ w["experts"]["down_proj"]["kernel"][expert] + bias
-            out[t] += share[expert] / total * hidden
-        if e.shared_width:
+            out[t] += e.scaling * share[expert] / total * hidden
+        if e.corrected:
+            out[t] += _gated(token, w["shared_experts"], config)
+        elif e.shared_width:
             opened = 1 / (1 + np.exp(-(token @ w["shared_expert_gate"]["kernel"])))
             out[t] += opened * _gated(token, w["shared_expert"], config)
     return out

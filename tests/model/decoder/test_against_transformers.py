@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, NAMES, REAL_GEMMA4, REAL_GPT_OSS, batch, each, family
+from tests.model.families import (
+    ALL,
+    NAMES,
+    REAL_GEMMA4,
+    REAL_GLM4_MOE,
+    REAL_GPT_OSS,
+    batch,
+    each,
+    family,
+)
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -122,6 +131,21 @@ CASES = {
         "partial_rotary_factor": 0.75,
         "num_key_value_heads": 1,
     },
+    "glm4_moe": {},
+    "glm4_moe two dense, unnormalised": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 1,
+        "norm_topk_prob": False,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "rope_parameters": None,
+        "rope_theta": 700.0,
+        "partial_rotary_factor": 0.75,
+    },
+    "glm4_moe without dense": {"first_k_dense_replace": 0, "num_experts_per_tok": 1},
     "gemma3_text": {},
     "gemma3_text by pattern": {
         "layer_types": None,
@@ -283,6 +307,8 @@ def oracle(case, **changes):
         for name, x in model.named_buffers():
             if name.endswith("layer_scalar"):
                 x.copy_(0.7 + 0.3 * torch.randn_like(x))
+            if name.endswith("e_score_correction_bias"):
+                x.copy_(0.5 * torch.randn_like(x))
     return model
 
 
@@ -448,7 +474,7 @@ def test_gradients_of_a_loss(name, saved):
         ours = gradient
         for key in path:
             ours = ours[key]
-        if path[-1] == "layer_scalar":  # it is not trained
+        if path[-1] in ("layer_scalar", "e_score_correction_bias"):  # they are not trained
             np.testing.assert_array_equal(ours, 0)
             continue
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
@@ -481,6 +507,9 @@ def test_gradients_of_a_loss(name, saved):
         "ministral3",
         "glm",
         "glm4 three of four, by older names",
+        "glm4_moe",
+        "glm4_moe two dense, unnormalised",
+        "glm4_moe without dense",
         "gemma3_text",
         "gemma3_text by pattern",
         "gemma2",
@@ -566,7 +595,7 @@ def test_old_configurations(saved, tmp_path):
             "qwen2",
             "qwen3",
         ),
-        *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
+        *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "glm4_moe"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
@@ -578,7 +607,9 @@ def test_what_a_configuration_leaves_out_is_transformers_default(name):
     assert parse_config(written) == parse_config(full)
 
 
-@pytest.mark.parametrize("real", [*REAL_GEMMA4.values(), *REAL_GPT_OSS.values()])
+@pytest.mark.parametrize(
+    "real", [*REAL_GEMMA4.values(), *REAL_GPT_OSS.values(), *REAL_GLM4_MOE.values()]
+)
 def test_real_models_have_the_tensors_of_transformers(real):
     """By name and shape; nothing is allocated. The output matrix of Gemma is the embedding."""
     with torch.device("meta"):

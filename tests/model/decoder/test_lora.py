@@ -302,6 +302,11 @@ def test_every_linear_layer_and_the_bfloat16_base(checkpoint):
     assert model.group().frozen["embed_tokens"]["embedding"].dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves(model.state.params)} == {jnp.dtype("float32")}
     assert LoraConfig(r=4, lora_alpha=8, use_rslora=True).scale == 4
+    mixture = Decoder(config_of("glm4_moe"), params_of("glm4_moe"))
+    model = TransformersModel(mixture, dtype="bfloat16")
+    model.add_adapter_to_model("default", {"r": 2})
+    gate = model.group().frozen["layers"]["1"]["mlp"]["gate"]
+    assert (gate["kernel"].dtype, gate["e_score_correction_bias"].dtype) == ("bfloat16", "float32")
 
 
 NOT_PLAIN = [

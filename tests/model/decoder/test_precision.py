@@ -239,7 +239,8 @@ def sums(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "name", each(["qwen2", "gpt_oss", "gemma4_text mixture", "qwen3_next", "olmoe"], default=3)
+    "name",
+    each(["qwen2", "gpt_oss", "gemma4_text mixture", "glm4_moe", "qwen3_next", "olmoe"], default=4),
 )
 def test_no_gradient_is_summed_in_bfloat16(name):
     """Those of norms, biases and gates: a GPU sums in the type that the program says."""

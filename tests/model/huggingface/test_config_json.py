@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, REAL_GEMMA4, REAL_GPT_OSS, family
+from tests.model.families import ALL, REAL_GEMMA4, REAL_GLM4_MOE, REAL_GPT_OSS, family
 from twinkle_jax.model import (
     LinearScaling,
     LongRopeScaling,
@@ -103,7 +103,7 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
     names |= {"granite": "Granite", "phi3": "Phi3", "youtu": "Youtu"}
     names |= {"qwen2_moe": "Qwen2Moe", "qwen3_next": "Qwen3Next", "olmoe": "Olmoe"}
-    names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4"}
+    names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
     names |= {"gpt_oss": "GptOss", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name.split()[0]]}ForCausalLM"]
     rope = written["rope_parameters"]
@@ -448,7 +448,7 @@ def test_any_pattern_of_gemma_3_is_a_loop_over_one_layer(layers):
     config = parse_config(family("gemma3_text", layer_types=None, num_hidden_layers=layers))
     assert config.block == (FULL,) and config.repeats == layers
     assert config.layer_kinds[:6] == (SLIDING,) * 5 + (FULL,)
-    assert config.sliding.shape == (layers, 1) and config.sliding.sum() == layers - layers // 6
+    assert config.sliding.shape == (layers,) and config.sliding.sum() == layers - layers // 6
 
 
 def test_a_gemma_3_as_the_hub_has_it():
@@ -704,6 +704,77 @@ def test_what_gpt_oss_refuses(changes, name):
     refused(family("gpt_oss") | changes, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "dense", "scaling"), [("4.5-Air", 106.9, 1, 1.0), ("4.5", 352.8, 3, 2.5)]
+)
+def test_real_models_of_glm_4_5(name, billions, dense, scaling):
+    config = parse_config(REAL_GLM4_MOE[name])
+    first, rest = config.stacks
+    assert (first.members, first.repeats, first.experts) == ((("0", FULL),), dense, None)
+    assert (rest.members, rest.repeats) == ((("1", FULL),), config.layers - dense)
+    assert rest.experts == config.experts and config.block == (FULL, FULL)
+    heads, experts = config.attention, config.experts
+    assert heads.bias and not heads.output_bias and heads.qk_norm is (dense == 3)
+    assert (heads.rotary_dim, heads.rope_theta, heads.interleaved) == (64, 1e6, False)
+    assert experts.corrected and experts.normalised and experts.scaling == scaling
+    assert (experts.chosen, experts.shared_width) == (8, experts.width)
+    shapes = jax.tree.leaves(parameter_shapes(config))
+    assert round(sum(x.size for x in shapes) / 1e9, 1) == billions
+    written = export_config(config, nested=False, dtype="bfloat16")
+    assert parse_config(written) == config and written["num_nextn_predict_layers"] == 1
+    alone = dataclasses.replace(config, original="")
+    assert parse_config(export_config(alone, nested=False, dtype="bfloat16")) == config
+
+
+def test_dense_layers_before_those_with_experts():
+    for dense, repeats in ((0, [3]), (2, [2, 1]), (3, [3]), (9, [3])):
+        config = parse_config(family("glm4_moe", first_k_dense_replace=dense))
+        assert [stack.repeats for stack in config.stacks] == repeats
+        assert [stack.experts is None for stack in config.stacks] == {
+            0: [False],
+            2: [True, False],
+        }.get(dense, [True])
+        assert config.repeats == repeats[-1]
+    slides = config_with_sliding_dense_layers()
+    assert [stack.arranged(slides.sliding).tolist() for stack in slides.stacks] == [
+        [[True], [False]],
+        [[True]],
+    ]
+    assert [slides.stack_of(member) for member in ("0", "1")] == list(slides.stacks)
+
+
+def config_with_sliding_dense_layers():
+    experts = parse_config(family("glm4_moe")).experts
+    config = parse_config(family("gemma3_text"))
+    return dataclasses.replace(config, experts=experts, dense_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"n_group": 2}, "n_group"),
+        ({"topk_group": 2}, "topk_group"),
+        ({"n_shared_experts": 0}, "n_shared_experts"),
+        ({"n_routed_experts": 1}, "n_routed_experts"),
+        ({"num_experts": 6}, "num_experts"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": True}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        ({"use_qk_norm": 1}, "use_qk_norm"),
+        ({"output_router_logits": True}, "output_router_logits"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_what_glm_4_5_refuses(changes, name):
+    refused(family("glm4_moe") | changes, name)
+
+
 _LAYER_HEADS = {"head_dim": 32, "num_key_value_heads": 2}
 
 
@@ -880,7 +951,7 @@ def test_layers_of_smollm3_without_rotary_positions():
     keys |= {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "pretraining_tp": 2}
     config = parse_config(family("smollm3", no_rope_layers=[1, 1, 1, 0] * 9, **keys))
     assert config.unrotated_layers == (3,) and config.block == (FULL,)
-    assert config.second_rotary.tolist() == [[False]] * 3 + [[True]] + [[False]] * 2
+    assert config.second_rotary.tolist() == [False] * 3 + [True] + [False] * 2
     by_interval = family("smollm3", no_rope_layers=None, no_rope_layer_interval=4, **keys)
     assert parse_config(by_interval) == config
     others = dataclasses.replace(config, unrotated_layers=(0, 4))

@@ -60,6 +60,9 @@ _GLOBAL_KEYS = (
     "num_kv_shared_layers",
     "use_double_wide_mlp",
 )
+_CORRECTED_EXPERT_KEYS = """n_routed_experts num_experts_per_tok moe_intermediate_size
+    n_shared_experts routed_scaling_factor norm_topk_prob first_k_dense_replace
+    num_nextn_predict_layers""".split()  # noqa: SIM905
 _CLAMPED_EXPERT_KEYS = (*_EXPERT_KEYS, "swiglu_limit", "quantization_config")
 _ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
 _LATENT_KEYS = (
@@ -155,7 +158,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
     attention, full_attention = _attentions(flat, family, kinds)
-    has_experts = family.experts or family.clamped_experts
+    has_experts = family.experts or family.clamped_experts or family.corrected_experts
     has_experts |= family.added_experts and _flag(flat, "enable_moe_block")
     experts = _experts(flat, family) if has_experts else None
     multipliers = {name: _number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
@@ -175,6 +178,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
         delta_net=_delta_net(flat, family) if LINEAR in kinds else None,
         experts=experts,
+        dense_layers=_dense_layers(flat) if family.corrected_experts else 0,
         norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
         float32_norms=family.float32_norms,
@@ -331,7 +335,7 @@ def _attention(
         rope_scaling=rope.scaling,
         bias=bias,
         output_bias=bias and family.output_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=_flag(flat, "use_qk_norm") if family.qk_norm is None else family.qk_norm,
         joint_qk_norm=family.joint_qk_norm,
         output_gate=family.output_gate,
         query_width=_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
@@ -386,16 +390,18 @@ def _delta_net(flat: Mapping[str, Any], family: Family) -> DeltaNetConfig:
 
 
 def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
-    names = [name for name in ("num_experts", "num_local_experts") if name in flat]
-    number = _size(flat, names[0] if names else "num_experts", most=_MOST_EXPERTS)
+    known = ("n_routed_experts",) if family.corrected_experts else _EXPERT_KEYS[:2]
+    names = [name for name in known if name in flat]
+    name = names[0] if names else known[0]
+    number = _size(flat, name, most=_MOST_EXPERTS)
     if number == 1:
-        raise ValueError("num_experts must be at least 2, got 1")
+        raise ValueError(f"{name} must be at least 2, got 1")
     if len(names) == 2 and flat[names[1]] != number:
         raise ValueError(
             f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
         )
     shared, added = family.shared_expert, family.added_experts
-    return ExpertsConfig(
+    experts = ExpertsConfig(
         number=number,
         chosen=_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
         width=_size(flat, family.expert_width),
@@ -404,6 +410,20 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
         beside_dense=added,
         swiglu_limit=_number(flat, "swiglu_limit", 7.0) if family.clamped_experts else None,
     )
+    if not family.corrected_experts:
+        return experts
+    return dataclasses.replace(
+        experts,
+        corrected=True,
+        scaling=_number(flat, "routed_scaling_factor", 1.0),
+        shared_width=_size(flat, "n_shared_experts") * experts.width,
+    )
+
+
+def _dense_layers(flat: Mapping[str, Any]) -> int:
+    """Read how many of the first layers are dense."""
+    name = "first_k_dense_replace"
+    return 0 if flat[name] == 0 else _size(flat, name, most=_MOST_LAYERS)
 
 
 # Kinds of layers.
@@ -681,6 +701,8 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     if family.clamped_experts:
         read += _CLAMPED_EXPERT_KEYS
         _one_of(_section(config, "quantization_config"), "quant_method", ("mxfp4",))
+    read += _CORRECTED_EXPERT_KEYS if family.corrected_experts else ()
+    read += ("use_qk_norm",) if family.qk_norm is None else ()
     read += _GLOBAL_KEYS if family.global_heads else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
@@ -830,6 +852,8 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         }
     if not family.fixed_bias:
         entries["attention_bias"] = attention.bias
+    if family.qk_norm is None:
+        entries["use_qk_norm"] = attention.qk_norm
     if family.rotary_part is not None:
         part = attention.rotary_dim / attention.head_dim
         rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
@@ -895,6 +919,16 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
             "num_local_experts": experts.number,
             "num_experts_per_tok": experts.chosen,
             "swiglu_limit": experts.swiglu_limit,
+        }
+    elif family.corrected_experts and experts is not None:
+        entries |= {
+            "n_routed_experts": experts.number,
+            "num_experts_per_tok": experts.chosen,
+            "moe_intermediate_size": experts.width,
+            "n_shared_experts": (experts.shared_width or 0) // experts.width,
+            "routed_scaling_factor": experts.scaling,
+            "norm_topk_prob": experts.normalised,
+            "first_k_dense_replace": config.dense_layers,
         }
     elif experts is not None:
         entries |= {
