@@ -40,6 +40,7 @@ NAMES = (
     "ministral3",
     "youtu",
     "glm4_moe",
+    "deepseek_v3",
 )
 ALL = (
     "llama",
@@ -50,6 +51,7 @@ ALL = (
     "olmoe",
     "qwen2_moe",
     "qwen3_5_moe_text",
+    "glm4_moe_lite",
     *NAMES,
 )  # every row of the table of families, for configurations and checkpoints
 
@@ -356,6 +358,36 @@ REAL_GPT_OSS = {
 }
 
 
+_OWN["deepseek_v3"] = _OWN["youtu"] | {  # two of three groups of experts
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 2,
+        "beta_slow": 0.05,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    },
+}
+_OWN["glm4_moe_lite"] = _OWN["youtu"] | {
+    "num_hidden_layers": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-5,
+}
 _GLM4_MOE = {  # as the hub has it
     "architectures": ["Glm4MoeForCausalLM"],
     "attention_bias": True,

@@ -146,7 +146,12 @@ def _experts(
         share, correction = share / share.sum(), 0
         if e.corrected:
             share, correction = 1 / (1 + np.exp(-logits)), w["gate"]["e_score_correction_bias"]
-        chosen = np.argsort(-share - correction)[: e.chosen]
+        preferred = share + correction
+        if e.groups > 1:
+            each = np.sort(preferred.reshape(e.groups, -1))[:, -2:].sum(axis=1)
+            far = np.argsort(-each)[e.chosen_groups :]
+            preferred[np.isin(np.arange(e.number) // (e.number // e.groups), far)] = -np.inf
+        chosen = np.argsort(-preferred)[: e.chosen]
         if routing is not None:
             routing[t] = chosen = np.where(routing[t] < 0, chosen, routing[t])
         total = share[chosen].sum() if e.normalised else 1

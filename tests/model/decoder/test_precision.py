@@ -35,6 +35,14 @@ _SLIDING = {
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     "sliding_window": 16,
 }
+_LATENT = {
+    "head_dim": 16,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 DEEP = {
     "qwen3_5_text": {
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -54,14 +62,9 @@ DEEP = {
         "sliding_window": 16,
         "swiglu_limit": 7.0,
     },
-    "youtu": {
-        "head_dim": 16,
-        "kv_lora_rank": 64,
-        "q_lora_rank": 48,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 32,
-    },
+    "youtu": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
 }
 
 

@@ -104,6 +104,7 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"granite": "Granite", "phi3": "Phi3", "youtu": "Youtu"}
     names |= {"qwen2_moe": "Qwen2Moe", "qwen3_next": "Qwen3Next", "olmoe": "Olmoe"}
     names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
+    names |= {"deepseek_v3": "DeepseekV3", "glm4_moe_lite": "Glm4MoeLite"}
     names |= {"gpt_oss": "GptOss", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name.split()[0]]}ForCausalLM"]
     rope = written["rope_parameters"]
@@ -752,7 +753,7 @@ def config_with_sliding_dense_layers():
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"n_group": 2}, "n_group"),
+        ({"n_group": 4}, "n_group"),
         ({"topk_group": 2}, "topk_group"),
         ({"n_shared_experts": 0}, "n_shared_experts"),
         ({"n_routed_experts": 1}, "n_routed_experts"),

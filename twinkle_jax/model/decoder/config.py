@@ -262,6 +262,9 @@ class ExpertsConfig:
             corrections, which are not trained, and weighted without them. The shared expert then
             has no gate.
         scaling: weights of the chosen experts are multiplied by it.
+        groups: so many groups of neighbouring experts; those with corrections are chosen out of
+            `chosen_groups` of them, which have the largest sums of their two largest scores.
+        chosen_groups: see `groups`.
     """
 
     number: int
@@ -273,6 +276,8 @@ class ExpertsConfig:
     swiglu_limit: float | None = None
     corrected: bool = False
     scaling: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
@@ -527,6 +532,7 @@ class Family:
             checkpoints may store in MXFP4.
         corrected_experts: whether feed-forward layers, but for the first `first_k_dense_replace`,
             consist of experts that are chosen by scores with corrections, and a shared one.
+        expert_layers: a key that also says, layer by layer, which of them are dense.
         sinks: whether attention has sinks.
         latent: whether attention is latent; its keys are `kv_lora_rank` and those of the widths.
         window_keys: whether there are keys for sliding windows, which no layer may use.
@@ -582,6 +588,7 @@ class Family:
     added_experts: bool = False
     clamped_experts: bool = False
     corrected_experts: bool = False
+    expert_layers: str | None = None
     sinks: bool = False
     latent: bool = False
     window_keys: bool = False
@@ -669,6 +676,24 @@ _GLM = Family(
 _PHI3_CODE = {
     "AutoConfig": "configuration_phi3.Phi3Config",
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
+_LATENT_MIXTURE = {
+    "n_shared_experts": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "norm_topk_prob": True,
+}
+_LATENT_MIXTURE_KEYS: dict[str, tuple[Any, ...]] = {
+    "output_router_logits": (False,),
+    "topk_method": ("noaux_tc",),
+    "scoring_func": ("sigmoid",),
+    "moe_layer_freq": (1,),
+    "pretraining_tp": (1,),
+}
+_DEEPSEEK_CODE = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
 }
 _TOWER = (  # of images, beside a text model
     "model.vision_tower.",
@@ -811,7 +836,57 @@ FAMILIES: dict[str, Family] = {
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         },
-        other_keys={"output_router_logits": (False,), "n_group": (1,), "topk_group": (1,)},
+        other_keys={"output_router_logits": (False,)},
+        carried=("model.layers.{layers}.",),
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        latent=True,
+        corrected_experts=True,
+        expert_layers="mlp_layer_types",
+        defaults={
+            **_LATENT_MIXTURE,
+            "vocab_size": 154_880,
+            "hidden_size": 2048,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "v_head_dim": 256,
+            "qk_nope_head_dim": 192,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
+        other_keys=_LATENT_MIXTURE_KEYS,
+        carried=("model.layers.{layers}.",),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        latent=True,
+        corrected_experts=True,
+        defaults={
+            **_LATENT_MIXTURE,
+            "vocab_size": 129_280,
+            "hidden_size": 7168,
+            "intermediate_size": 18_432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "q_lora_rank": 1536,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        other_keys=_LATENT_MIXTURE_KEYS | {"auto_map": (None, _DEEPSEEK_CODE)},
         carried=("model.layers.{layers}.",),
     ),
     "olmoe": Family(

@@ -127,6 +127,8 @@ def _mix_experts(
     corrections $b$ have
 
     $$y = \sum_{e \in \text{top-}k(p + b)} w_e \, f_e(x) + f_s(x), \qquad p = \sigma(x R)$$
+
+    in some families out of the groups with the largest sums of two $p + b$.
     """
     router = "gate" if experts.swiglu_limit is None else "router"
     routed = _route(x, weights[router], experts, routing)
@@ -243,7 +245,8 @@ def _choose(
         share, chosen = jax.lax.top_k(scores, experts.chosen)
     else:
         scores = jax.nn.sigmoid(logits.astype(wide))
-        _, chosen = jax.lax.top_k(scores + correction.astype(wide)[None], experts.chosen)
+        corrected = scores + correction.astype(wide)[None]
+        _, chosen = jax.lax.top_k(_of_chosen_groups(corrected, experts), experts.chosen)
         share = jnp.take_along_axis(scores, chosen, axis=-1)
     if routing is not None:
         named = routing.astype(jnp.int32)
@@ -256,6 +259,19 @@ def _choose(
     if experts.scaling != 1:
         share = share * experts.scaling
     return _Routed(share, chosen)
+
+
+def _of_chosen_groups(
+    scores: Float[Array, "tokens experts"], experts: ExpertsConfig
+) -> Float[Array, "tokens experts"]:
+    """Replace the scores of experts by -inf in the groups that a token does not choose."""
+    if experts.chosen_groups == experts.groups:
+        return scores
+    by_group = scores.reshape(len(scores), experts.groups, -1)
+    totals = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+    _, groups = jax.lax.top_k(totals, experts.chosen_groups)
+    is_chosen = jnp.any(jax.nn.one_hot(groups, experts.groups, dtype=bool), axis=1)
+    return jnp.where(is_chosen[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def _on_devices(add_up: _AddUp, experts: ExpertsConfig, mesh: Mesh) -> _AddUp:

@@ -62,7 +62,7 @@ _GLOBAL_KEYS = (
 )
 _CORRECTED_EXPERT_KEYS = """n_routed_experts num_experts_per_tok moe_intermediate_size
     n_shared_experts routed_scaling_factor norm_topk_prob first_k_dense_replace
-    num_nextn_predict_layers""".split()  # noqa: SIM905
+    n_group topk_group num_nextn_predict_layers""".split()  # noqa: SIM905
 _CLAMPED_EXPERT_KEYS = (*_EXPERT_KEYS, "swiglu_limit", "quantization_config")
 _ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
 _LATENT_KEYS = (
@@ -104,7 +104,8 @@ _IGNORED = frozenset(
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
     suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache
-    mtp_num_hidden_layers mtp_use_dedicated_embeddings embedding_initializer_range""".split()  # noqa: SIM905
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings embedding_initializer_range
+    aux_loss_alpha seq_aux ep_size""".split()  # noqa: SIM905
 )
 _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
@@ -178,7 +179,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
         delta_net=_delta_net(flat, family) if LINEAR in kinds else None,
         experts=experts,
-        dense_layers=_dense_layers(flat) if family.corrected_experts else 0,
+        dense_layers=_dense_layers(flat, family) if family.corrected_experts else 0,
         norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
         float32_norms=family.float32_norms,
@@ -412,18 +413,48 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
     )
     if not family.corrected_experts:
         return experts
+    groups, chosen_groups = _groups(flat, experts)
     return dataclasses.replace(
         experts,
         corrected=True,
         scaling=_number(flat, "routed_scaling_factor", 1.0),
         shared_width=_size(flat, "n_shared_experts") * experts.width,
+        groups=groups,
+        chosen_groups=chosen_groups,
     )
 
 
-def _dense_layers(flat: Mapping[str, Any]) -> int:
+def _groups(flat: Mapping[str, Any], experts: ExpertsConfig) -> tuple[int, int]:
+    """Read how many groups there are, of two experts or more, and how many a token chooses."""
+    groups = _size(flat, "n_group", 1, most=experts.number // 2)
+    if experts.number % groups:
+        raise ValueError(f"n_group must divide n_routed_experts, {experts.number}, got {groups}")
+    chosen = _size(flat, "topk_group", 1, most=groups)
+    within = chosen * experts.number // groups
+    if experts.chosen > within:
+        raise ValueError(
+            f"num_experts_per_tok must be at most {within}, the experts of {chosen} of {groups} "
+            f"groups (topk_group), got {experts.chosen}"
+        )
+    return groups, chosen
+
+
+def _dense_layers(flat: Mapping[str, Any], family: Family) -> int:
     """Read how many of the first layers are dense."""
     name = "first_k_dense_replace"
-    return 0 if flat[name] == 0 else _size(flat, name, most=_MOST_LAYERS)
+    count = 0 if flat[name] == 0 else _size(flat, name, most=_MOST_LAYERS)
+    listed = flat.get(family.expert_layers) if family.expert_layers else None
+    if listed is None:
+        return count
+    valid = isinstance(listed, list | tuple) and set(map(str, listed)) <= {"dense", "sparse"}
+    count = list(listed).count("dense") if valid else 0
+    layers = _size(flat, "num_hidden_layers", most=_MOST_LAYERS)
+    if not valid or list(listed) != ["dense"] * count + ["sparse"] * (layers - count):
+        raise ValueError(
+            f"{family.expert_layers} must be a list of {layers} (num_hidden_layers), first 'dense' "
+            f"and then 'sparse', got {_shown(listed)}"
+        )
+    return count
 
 
 # Kinds of layers.
@@ -702,6 +733,7 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
         read += _CLAMPED_EXPERT_KEYS
         _one_of(_section(config, "quantization_config"), "quant_method", ("mxfp4",))
     read += _CORRECTED_EXPERT_KEYS if family.corrected_experts else ()
+    read += (family.expert_layers,) if family.expert_layers else ()
     read += ("use_qk_norm",) if family.qk_norm is None else ()
     read += _GLOBAL_KEYS if family.global_heads else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
@@ -929,7 +961,12 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
             "routed_scaling_factor": experts.scaling,
             "norm_topk_prob": experts.normalised,
             "first_k_dense_replace": config.dense_layers,
+            "n_group": experts.groups,
+            "topk_group": experts.chosen_groups,
         }
+        if family.expert_layers:
+            sparse = ["sparse"] * (config.layers - config.dense_layers)
+            entries[family.expert_layers] = ["dense"] * config.dense_layers + sparse
     elif experts is not None:
         entries |= {
             "num_experts": experts.number,
