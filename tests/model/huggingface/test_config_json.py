@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, REAL_GEMMA4, REAL_GLM4_MOE, REAL_GPT_OSS, family
+from tests.model.families import ALL, REAL_GEMMA4, REAL_GLM4_MOE, REAL_GPT_OSS, REAL_LATENT, family
 from twinkle_jax.model import (
     LinearScaling,
     LongRopeScaling,
@@ -19,6 +19,7 @@ from twinkle_jax.model import (
     hidden_states,
     parameter_shapes,
     parse_config,
+    prefill,
 )
 from twinkle_jax.model.decoder.config import FULL, SLIDING, ExpertsConfig
 from twinkle_jax.model.huggingface.config_json import export_config
@@ -725,6 +726,67 @@ def test_real_models_of_glm_4_5(name, billions, dense, scaling):
     assert parse_config(written) == config and written["num_nextn_predict_layers"] == 1
     alone = dataclasses.replace(config, original="")
     assert parse_config(export_config(alone, nested=False, dtype="bfloat16")) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "heads", "scale"),
+    [("DeepSeek-V3", 671.0, 128, 192**-0.5 * 1.3689**2), ("GLM-4.7-Flash", 29.9, 20, 1 / 16)],
+)
+def test_real_models_with_latent_attention(name, billions, heads, scale):
+    config = parse_config(REAL_LATENT[name])
+    attention = config.attention
+    assert attention.query_heads == attention.key_value_heads == heads
+    assert (attention.latent.width, attention.rotary_dim, attention.interleaved) == (512, 64, True)
+    assert attention.scale == pytest.approx(scale, rel=1e-4)
+    shapes = jax.tree.leaves(parameter_shapes(config))
+    assert round(sum(x.size for x in shapes) / 1e9, 1) == billions
+    cache = jax.eval_shape(
+        lambda params: prefill(params, config, jnp.zeros((1, 8), jnp.int32), max_length=8)[1],
+        parameter_shapes(config, "bfloat16"),
+    )
+    held = sum(x.size for x in jax.tree.leaves(cache.layers))
+    assert held == 8 * config.layers * (512 + 64 + 512)
+    written = export_config(config, nested=False, dtype="bfloat16")
+    assert parse_config(written) == config and written["num_nextn_predict_layers"] == 1
+    assert written.get("mlp_layer_types", ["dense"]).count("dense") == 1
+    alone = dataclasses.replace(config, original="")
+    assert parse_config(export_config(alone, nested=False, dtype="bfloat16")) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"kv_lora_rank": 0}, "kv_lora_rank"),
+        ({"kv_lora_rank": None}, "kv_lora_rank"),
+        ({"q_lora_rank": "8"}, "q_lora_rank"),
+        ({"v_head_dim": -1}, "v_head_dim"),
+        ({"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
+        ({"qk_rope_head_dim": 5, "head_dim": 5}, "qk_rope_head_dim"),
+        ({"qk_head_dim": 11}, "qk_head_dim"),
+        ({"head_dim": 10}, "head_dim"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"rope_interleave": 1}, "rope_interleave"),
+        ({"n_group": 6}, "n_group"),  # one expert each
+        ({"n_group": 4}, "n_group"),
+        ({"topk_group": 4}, "topk_group"),
+        ({"topk_group": 1}, "num_experts_per_tok"),
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, "mlp_layer_types"),
+    ],
+)
+def test_what_deepseek_v3_refuses(changes, name):
+    refused(family("deepseek_v3") | changes, name)
+
+
+@pytest.mark.parametrize(
+    "listed", [["dense"], ["sparse", "dense", "sparse"], ["dense", "sparse", 1], 3, [[], [], []]]
+)
+def test_layers_that_are_listed_must_begin_with_the_dense_ones(listed):
+    refused(family("glm4_moe_lite") | {"mlp_layer_types": listed}, "mlp_layer_types")
 
 
 def test_dense_layers_before_those_with_experts():

@@ -361,6 +361,8 @@ def _latent(flat: Mapping[str, Any]) -> LatentConfig:
 def _latent_head(flat: Mapping[str, Any], query_heads: int) -> tuple[int, int]:
     """Read the width of a head of latent attention, and how much of it is rotated."""
     rotary_dim = _size(flat, "qk_rope_head_dim")
+    if rotary_dim % 2:
+        raise ValueError(f"qk_rope_head_dim must be even, got {rotary_dim}")
     head_dim = _size(flat, "qk_nope_head_dim") + rotary_dim
     # What transformers derives and writes; all heads have keys and values of their own.
     derived = {
