@@ -83,32 +83,41 @@ def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked, mixture)
 
 
 @functools.cache
-def dense_first(slides):
-    """Two dense layers before three with experts; or, as in no family, layers that slide and not.
+def dense_first(kinds):
+    """Two dense layers before three with experts; or, as in no family, layers of two kinds.
 
-    Then there are two rotary tables, and one dense layer, which slides, before a full one and one
-    that slides.
+    Those that slide have a second rotary table. Linear ones make blocks of two members.
     """
-    config = parse_config(family("glm4_moe", num_hidden_layers=5, first_k_dense_replace=2))
-    if slides:
-        experts, config = config.experts, config_of("gemma3_text")
-        config = dataclasses.replace(config, experts=experts, dense_layers=1)
+    changes = {"num_hidden_layers": 5, "first_k_dense_replace": 2}
+    if kinds == "sliding":
+        sliding = ["sliding_attention"] * 2
+        changes = {"num_hidden_layers": 4, "layer_types": [*sliding, "full_attention", sliding[0]]}
+    names = {"full": "glm4_moe", "sliding": "gemma3_text", "linear": "qwen3_5_moe_text"}
+    config = parse_config(family(names[kinds], **({} if kinds == "linear" else changes)))
+    if kinds != "full":
+        dense = {"sliding": 1, "linear": 2}[kinds]
+        experts = config.experts or config_of("glm4_moe").experts
+        config = dataclasses.replace(config, experts=experts, dense_layers=dense)
     return config, random_params(config)
 
 
-@pytest.mark.parametrize("slides", [False, True])
+@pytest.mark.parametrize("kinds", each(["full", "sliding", "linear"], 2, pytest.mark.slow))
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
-def test_dense_layers_before_those_with_experts(stacked, slides):
-    """By `prefill`, `decode_step` and `extend`."""
-    config, params = dense_first(slides)
+def test_dense_layers_before_those_with_experts(stacked, kinds):
+    """By `prefill`, `decode_step` and `extend`; experts are recorded, and 0 in dense layers."""
+    config, params = dense_first(kinds)
     rows = [p + g for p, g in zip(PROMPTS, GOES_ON, strict=True)]
-    expected = [reference_hidden(params, config, row) for row in rows]
-    last, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
+    numbers = [np.full((len(row), config.layers, config.experts.chosen), -1) for row in rows]
+    pairs = zip(rows, numbers, strict=True)
+    expected = [reference_hidden(params, config, row, routing=chosen) for row, chosen in pairs]
+    read = jax.jit(functools.partial(prefill, config=config, max_length=11, keep_routing=True))
+    tokens, mask = batch(PROMPTS, 6, "left")
+    last, cache = read(params, tokens=tokens, mask=mask)
     weights = params
     if not stacked:
         weights, cache = unstack_layers(params), unstack_layers(cache)
-        held = [sorted(layer) for layer in cache.layers[:2]]
-        assert held == [["0", "1"], ["1"] if slides else ["0", "1"]]
+        held = {"full": ["01", "01", "1"], "sliding": ["01", "1", "1"], "linear": ["0123"]}
+        assert ["".join(sorted(layer)) for layer in cache.layers] == held[kinds]
     for t in range(3):
         for i, prompt in enumerate(PROMPTS):
             assert_close(last[i], expected[i][len(prompt) - 1 + t], 5e-5)
@@ -119,13 +128,20 @@ def test_dense_layers_before_those_with_experts(stacked, slides):
     assert isinstance(cache.layers, dict) == stacked
     for hidden, row in zip(expected, last, strict=True):
         assert_close(row, hidden[-1], 5e-5)
+    for chosen, recorded in zip(numbers, np.asarray(cache.routing), strict=True):
+        assert not chosen[:, : config.dense_layers].any()
+        recorded = recorded[: len(chosen)]
+        np.testing.assert_array_equal(np.sort(recorded, axis=-1), np.sort(chosen, axis=-1))
 
 
-@pytest.mark.parametrize(("slides", "window_pages"), [(False, None), (True, None), (True, 12)])
+@pytest.mark.parametrize(
+    "kinds", each(["full", "sliding apart", "sliding", "linear"], 2, pytest.mark.slow)
+)
 @pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
-def test_dense_layers_before_those_with_experts_in_pages(stacked, slides, window_pages):
-    """The first row begins with two tokens that fill a page."""
-    config, params = dense_first(slides)
+def test_dense_layers_before_those_with_experts_in_pages(stacked, kinds):
+    """The first row begins with two tokens that fill a page; sliding layers may have their own."""
+    config, params = dense_first(kinds.split()[0])
+    window_pages = 12 if "apart" in kinds else None
     rows = [PROMPTS[0][:4], GOES_ON[1]]
     _, prompts = fill(params, config, jnp.array(rows)[:, :2], None, max_length=2)
     weights = params if stacked else unstack_layers(params)

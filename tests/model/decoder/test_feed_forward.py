@@ -211,6 +211,10 @@ def test_a_router_with_corrections_computes_in_float32():
     experts = dataclasses.replace(CORRECTED, chosen=1)
     routed = ff._route(jnp.ones((1, 2), jnp.bfloat16), router, experts)
     assert routed.chosen.tolist() == [[1]] and routed.share.dtype == jnp.bfloat16
+    # The kernel is rounded, as that of a sampler is: trainer and sampler choose the same.
+    finer = {**router, "kernel": kernel.at[0, 0].add(2.0**-9)}
+    assert ff._route(jnp.ones((1, 2), jnp.bfloat16), finer, experts).chosen.tolist() == [[1]]
+    assert ff._route(jnp.ones((1, 2)), finer, experts).chosen.tolist() == [[0]]
     router["e_score_correction_bias"] = jnp.array([2.0**-10, 0.0, 0.0, 0.0])
     assert ff._route(jnp.ones((1, 2)), router, experts).chosen.tolist() == [[0]]
 
