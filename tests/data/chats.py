@@ -134,6 +134,26 @@ _GEMMA_CALLS = """{%- macro value(x) %}
 {%- endfor %}
 {%- if add_generation_prompt and not ns.answered %}{{- '<|turn>model\n' }}{%- endif %}"""
 
+# The token that ends the assistant's turn begins the next message.
+_GLM_CALLS = """{{- '[gMASK]<sop>' }}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|>\n<think></think>' + ('\n' + m.content if m.content else '') }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\n<tool_call>' + call.function.name + '\n' }}
+            {%- for key, x in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\n<arg_value>' }}
+                {{- (x if x is string else x | tojson) + '</arg_value>\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- elif m.role == 'tool' %}
+        {{- '' if messages[loop.index0 - 1].role == 'tool' else '<|observation|>' }}
+        {{- '\n<tool_response>\n' + m.content + '\n</tool_response>' }}
+    {%- else %}{{- '<|' + m.role + '|>\n' + m.content }}{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
 _V3_CALL = (
     "{{- call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}"
     "{{- call.function.arguments + '\\n```' }}"
@@ -167,6 +187,7 @@ CALL_TEMPLATES = {
     ),
     "harmony": _HARMONY_CALLS,
     "gemma": _GEMMA_CALLS,
+    "glm": _GLM_CALLS,
 }
 _CALL_TOKENS = {
     "llama": "<|eot_id|> <|python_tag|> <|start_header_id|> <|end_header_id|>",
@@ -178,6 +199,7 @@ _CALL_TOKENS = {
     "harmony": "<|return|> <|call|> <|end|> <|start|> <|channel|> <|constrain|> <|message|>",
     "gemma": "<turn|> <|turn> <|tool_call> <tool_call|> <|tool_response> <tool_response|> "
     '<|"|> <|channel> <channel|>',
+    "glm": "<|observation|> <|user|> <|assistant|> [gMASK] <sop>",
 }
 
 CORPUS = [

@@ -330,6 +330,11 @@ _CALLS = {  # two calls of `f`, and what the template writes for the answers 7 a
         '<|tool_response>response:f{value:<|"|>7<|"|>}<tool_response|>'
         '<|tool_response>response:f{value:<|"|>8<|"|>}<tool_response|>',
     ),
+    "glm": (
+        "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+        "\n<tool_call>f\n</tool_call>",
+        "\n<tool_response>\n7\n</tool_response>\n<tool_response>\n8\n</tool_response><|assistant|>",
+    ),
 }
 
 

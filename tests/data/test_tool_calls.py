@@ -386,6 +386,7 @@ CALLS = {
     "deepseek": MANY + v3("f", '{"x": "1"}') + DONE,
     "harmony": '<|start|>assistant to=functions.f<|message|>{"x": "1"}<|call|>',
     "gemma": '<|tool_call>call:f{"x": "1"}<tool_call|>',
+    "glm": '<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>"1"</arg_value>\n</tool_call>',
 }
 CALLS_OF_G = {
     "hermes_qwen": CALLS["hermes_qwen"].replace('"f"', '"g"'),
@@ -396,6 +397,7 @@ CALLS_OF_G = {
     "deepseek": CALLS["deepseek"].replace(f"{SEP}f", f"{SEP}g"),
     "harmony": CALLS["harmony"].replace("functions.f", "functions.g"),
     "gemma": CALLS["gemma"].replace("call:f", "call:g"),
+    "glm": CALLS["glm"].replace(">f\n", ">g"),
 }
 
 
@@ -644,6 +646,16 @@ REPEATED_FORMS = {
         ",x:None",
         "<|channel>",
     ],
+    "glm": [
+        "<tool_call>",
+        "<tool_call>f</tool_call>",
+        "<tool_call>f<arg_key>",
+        "<arg_key>",
+        "<arg_key>x</arg_key>",
+        "<arg_key>x</arg_key><arg_value>",
+        "<arg_key>x</arg_key><arg_value>1</arg_value>",
+        "</arg_value>",
+    ],
 }
 
 
@@ -664,3 +676,37 @@ def test_hostile_text_in_forms_of_chat_templates_is_parsed_in_linear_time(tool_f
 def test_unknown_formats_are_named(tool_format):
     with pytest.raises(ValueError, match=r"tool_format .*hermes_qwen.* got 'hermes'"):
         parse_tool_calls("nothing", tool_format)
+
+
+def test_calls_of_glm():
+    def parse(text):
+        return parse_tool_calls(text, "glm")
+
+    def arguments(*pairs):
+        return "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in pairs
+        )
+
+    pairs = (("a", "two\nlines "), ("b", '{"c": [1]}'), ("d", "007"), ("e", ""), ("f", "<think>"))
+    expected = call("f", a="two\nlines ", b={"c": [1]}, d="007", e="", f="<think>")
+    text = f"So.\n<tool_call>f\n{arguments(*pairs)}</tool_call>"
+    assert parse(text) == ([expected], [], "So.")
+    both = parse(f"{text}\n<tool_call>now</tool_call>")
+    assert both == ([expected, call("now")], [], "So.")
+    for unclosed in (f"<tool_call>f\n{arguments(('x', 1))}", "<tool_call>f"):
+        assert [error.text for error in parse(unclosed).errors] == [unclosed]  # there may be more
+    for broken in (
+        "",
+        "two words",
+        '{"name": "f", "arguments": {}}',
+        "f<arg_key>x",
+        "f<arg_key>x</arg_key>",
+        "f<arg_key>x</arg_key><arg_value>1",
+        "f<arg_key>x</arg_key>: <arg_value>1</arg_value>",
+        f"f{arguments(('x', 1))} and {arguments(('y', 1))}",
+        f"f{arguments(('x', 1), ('x', 2))}",
+        f"{arguments(('x', 1))}",
+    ):
+        calls, errors, rest = parse(f"<tool_call>{broken}</tool_call>")
+        assert (calls, rest, len(errors)) == ([], "", 1), broken
+    assert parse_tool_calls(text).calls == []  # in another policy's text they are errors

@@ -38,6 +38,9 @@ NAMES = (
     "phi3",
     "gpt_oss",
     "ministral3",
+    "youtu",
+    "glm4_moe",
+    "deepseek_v3",
 )
 ALL = (
     "llama",
@@ -48,6 +51,7 @@ ALL = (
     "olmoe",
     "qwen2_moe",
     "qwen3_5_moe_text",
+    "glm4_moe_lite",
     *NAMES,
 )  # every row of the table of families, for configurations and checkpoints
 
@@ -187,6 +191,18 @@ _OWN["glm"] = _NO_ENDS | {  # four of eight entries of a head are rotated
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}
 }
 _OWN["glm4"] = _OWN["glm"]
+_OWN["glm4_moe"] = {  # a dense layer before two with experts, of which no weights add up to 1
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "use_qk_norm": True,
+    "attention_bias": True,
+    "rope_parameters": _OWN["glm"]["rope_parameters"],
+}
 _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's width says
     "embedding_multiplier": 3.3,
     "attention_multiplier": 0.21,
@@ -204,6 +220,15 @@ _OWN["gpt_oss"] = {  # a bound that many gates reach
     "intermediate_size": 16,
 }
 _OWN |= {"llama": {"rope_parameters": _STRETCHED}, "mistral": {"sliding_window": None}}
+_OWN["youtu"] = _NO_ENDS | {  # 14 of the 16 entries of a cached key are of the latent vector
+    "num_key_value_heads": 4,
+    "head_dim": 4,
+    "kv_lora_rank": 14,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}
 _OWN["ministral3"] = _NO_ENDS | {  # queries grow from the fourth token on
     "rope_parameters": {
         "rope_type": "yarn",
@@ -330,6 +355,190 @@ REAL_GPT_OSS = {
         "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
     }
     for name, layers, experts in (("20b", 24, 32), ("120b", 36, 128))
+}
+
+
+_OWN["deepseek_v3"] = _OWN["youtu"] | {  # two of three groups of experts
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "n_group": 3,
+    "topk_group": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.7,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 500.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "beta_fast": 2,
+        "beta_slow": 0.05,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.9,
+    },
+}
+_OWN["glm4_moe_lite"] = _OWN["youtu"] | {
+    "num_hidden_layers": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "routed_scaling_factor": 1.7,
+    "rms_norm_eps": 1e-5,
+}
+_GLM4_MOE = {  # as the hub has it
+    "architectures": ["Glm4MoeForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "eos_token_id": [151_329, 151_336, 151_338],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131_072,
+    "model_type": "glm4_moe",
+    "n_group": 1,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 96,
+    "num_experts_per_tok": 8,
+    "num_key_value_heads": 8,
+    "num_nextn_predict_layers": 1,
+    "pad_token_id": 151_329,
+    "partial_rotary_factor": 0.5,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": None,
+    "rope_theta": 1_000_000,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.1",
+    "use_cache": True,
+    "vocab_size": 151_552,
+}
+REAL_GLM4_MOE = {
+    "4.5-Air": _GLM4_MOE
+    | {
+        "first_k_dense_replace": 1,
+        "hidden_size": 4096,
+        "intermediate_size": 10_944,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "num_hidden_layers": 46,
+        "routed_scaling_factor": 1.0,
+        "use_qk_norm": False,
+    },
+    "4.5": _GLM4_MOE
+    | {
+        "first_k_dense_replace": 3,
+        "hidden_size": 5120,
+        "intermediate_size": 12_288,
+        "moe_intermediate_size": 1536,
+        "n_routed_experts": 160,
+        "num_hidden_layers": 92,
+        "routed_scaling_factor": 2.5,
+        "use_qk_norm": True,
+    },
+}
+
+
+REAL_LATENT = {  # as the hub has them, but for the form in FP8
+    "DeepSeek-V3": {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {
+            "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+            "AutoModel": "modeling_deepseek.DeepseekV3Model",
+            "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
+        },
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "ep_size": 1,
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "initializer_range": 0.02,
+        "intermediate_size": 18_432,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 163_840,
+        "model_type": "deepseek_v3",
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_key_value_heads": 128,
+        "num_nextn_predict_layers": 1,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        },
+        "rope_theta": 10_000,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "tie_word_embeddings": False,
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.33.1",
+        "use_cache": True,
+        "v_head_dim": 128,
+        "vocab_size": 129_280,
+    },
+    "GLM-4.7-Flash": {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": [154_820, 154_827, 154_829],
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 10_240,
+        "kv_lora_rank": 512,
+        "max_position_embeddings": 202_752,
+        "model_type": "glm4_moe_lite",
+        "moe_intermediate_size": 1536,
+        "n_group": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 20,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 47,
+        "num_key_value_heads": 20,
+        "num_nextn_predict_layers": 1,
+        "pad_token_id": 154_820,
+        "partial_rotary_factor": 1.0,
+        "q_lora_rank": 768,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 1_000_000,
+        "routed_scaling_factor": 1.8,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "transformers_version": "5.0.0rc0",
+        "v_head_dim": 256,
+        "vocab_size": 154_880,
+    },
 }
 
 

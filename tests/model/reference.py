@@ -33,7 +33,7 @@ def reference_hidden(
     places = np.arange(len(tokens)) if positions is None else np.asarray(positions)
     made: dict[str, Any] = {}  # the keys and values of the last layer of each kind
     for layer, kind in enumerate(config.layer_kinds):
-        stack = config.stacks[-1 if layer >= config.layers - config.reusing_layers else 0]
+        stack = [stack for stack in config.stacks if stack.first_layer <= layer][-1]
         repeat, member = divmod(layer - stack.first_layer, len(stack.block))
         w = _layer(params["layers"][str(stack.first_member + member)], repeat)
         y = _before(x, "input_layernorm", w, config)
@@ -48,8 +48,10 @@ def reference_hidden(
         before = "pre_feedforward" if config.output_norms else "post_attention"
         y = _before(x, f"{before}_layernorm", w, config)
         named = None if routing is None else routing[:, layer]
-        if config.experts is None:
+        if config.experts is None or layer < config.dense_layers:
             y = _gated(y, w["mlp"], config)
+            if named is not None:
+                named[:] = 0
         elif config.experts.beside_dense:
             y = norm(
                 _gated(y, w["mlp"], config), w["post_feedforward_layernorm_1"]["scale"], config
@@ -141,8 +143,15 @@ def _experts(
     activate = silu if config.activation == "silu" else gelu
     for t, (token, logits) in enumerate(zip(y, all_logits, strict=True)):
         share = np.exp(logits - logits.max())
-        share /= share.sum()
-        chosen = np.argsort(-share)[: e.chosen]
+        share, correction = share / share.sum(), 0
+        if e.corrected:
+            share, correction = 1 / (1 + np.exp(-logits)), w["gate"]["e_score_correction_bias"]
+        preferred = share + correction
+        if e.groups > 1:
+            each = np.sort(preferred.reshape(e.groups, -1))[:, -2:].sum(axis=1)
+            far = np.argsort(-each)[e.chosen_groups :]
+            preferred[np.isin(np.arange(e.number) // (e.number // e.groups), far)] = -np.inf
+        chosen = np.argsort(-preferred)[: e.chosen]
         if routing is not None:
             routing[t] = chosen = np.where(routing[t] < 0, chosen, routing[t])
         total = share[chosen].sum() if e.normalised else 1
@@ -161,8 +170,10 @@ def _experts(
             if factors is not None:
                 hidden = hidden * factors[expert]
             hidden = hidden @ w["experts"]["down_proj"]["kernel"][expert] + bias
-            out[t] += share[expert] / total * hidden
-        if e.shared_width:
+            out[t] += e.scaling * share[expert] / total * hidden
+        if e.corrected:
+            out[t] += _gated(token, w["shared_experts"], config)
+        elif e.shared_width:
             opened = 1 / (1 + np.exp(-(token @ w["shared_expert_gate"]["kernel"])))
             out[t] += opened * _gated(token, w["shared_expert"], config)
     return out
@@ -240,6 +251,8 @@ def _attention(
     sliding: bool,
 ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
     """Attention, and the keys, before their rotation, and values that it attended to."""
+    if config.attention.latent is not None:
+        return _latent_attention(y, w, config, places), (y, y)
     a, time, seen = config.attention, len(y), len(y)
     if not sliding and config.full_attention is not None:
         a = config.full_attention
@@ -293,6 +306,43 @@ def _attention(
                 out[t, head] /= 1 + np.exp(-queries[t, head, a.head_dim :])
     mixed = out.reshape(time, -1) @ w["o_proj"]["kernel"]
     return mixed + w["o_proj"].get("bias", 0), (keys, values)
+
+
+def _latent_attention(
+    y: np.ndarray, w: Any, config: DecoderConfig, places: np.ndarray
+) -> np.ndarray:
+    """Latent attention with keys and values of each head."""
+    a, time = config.attention, len(y)
+    latent, unrotated = a.latent, a.head_dim - a.rotary_dim
+    scale = 1 / np.sqrt(a.head_dim)
+    if isinstance(a.rope_scaling, YarnScaling):
+        scale *= a.rope_scaling.logit_factor
+
+    def project(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ w[name]["kernel"] + w[name].get("bias", 0)
+
+    def normed(x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * w[name]["scale"]
+
+    if latent.query_width is None:
+        queries = project(y, "q_proj")
+    else:
+        queries = project(normed(project(y, "q_a_proj"), "q_a_layernorm"), "q_b_proj")
+    queries = queries.reshape(time, a.query_heads, a.head_dim)
+    narrow = project(y, "kv_a_proj_with_mqa")
+    turned = [rotated(k, places[t], a) for t, k in enumerate(narrow[:, latent.width :])]
+    narrow = normed(narrow[:, : latent.width], "kv_a_layernorm")
+    each = project(narrow, "kv_b_proj").reshape(time, a.query_heads, -1)
+    out = np.zeros((time, a.query_heads, latent.value_dim))
+    for head in range(a.query_heads):
+        for t in range(time):
+            query = queries[t, head]
+            query = np.concatenate([query[:unrotated], rotated(query[unrotated:], places[t], a)])
+            keys = [np.concatenate([each[s, head, :unrotated], turned[s]]) for s in range(t + 1)]
+            scores = np.array(keys) @ query * scale
+            weights = np.exp(scores - scores.max())
+            out[t, head] = weights @ each[: t + 1, head, unrotated:] / weights.sum()
+    return project(out.reshape(time, -1), "o_proj")
 
 
 def _delta_net(y: np.ndarray, w: Any, config: DecoderConfig) -> np.ndarray:

@@ -10,7 +10,7 @@ from twinkle_jax.rollout import LocalEngine, RolloutConfig
 from twinkle_jax.sampler import Conversations, Sampling, conversations, sizes
 
 VOCAB, ROOM, NEW = 48, 200, 6
-FAMILIES = each(["qwen3_5_text", "qwen3", "gemma3_text", "gemma4_text small"])
+FAMILIES = each(["qwen3_5_text", "qwen3", "gemma3_text", "gemma4_text small", "youtu"])
 FILTERED = Sampling(0.7, top_k=9, repetition_penalty=1.3, stop_tokens=[3, 9])
 
 

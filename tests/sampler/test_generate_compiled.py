@@ -13,7 +13,7 @@ from tests.sampler.completions import PROMPTS
 from twinkle_jax.model import init_params, make_mesh, parse_config, shard_like_params
 from twinkle_jax.sampler import Sampling, generate
 
-OTHERS = ("qwen2", "qwen3_5_text")
+OTHERS = ("qwen2", "qwen3_5_text", "youtu")
 
 
 @pytest.mark.slow

@@ -376,7 +376,7 @@ def test_rows_in_pages_get_what_whole_rows_get(name, request, compilations):
         ("qwen3", {"fsdp": 8}),
         *(
             pytest.param(name, {"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive)
-            for name in ("qwen3", "gpt_oss")
+            for name in ("qwen3", "gpt_oss", "youtu")
         ),
     ],
     ids=str,

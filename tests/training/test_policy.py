@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.model.families import config_of, params_of
 from tests.model.huggingface.tensors import vision_checkpoint
 from tests.training.small_run import EVERY_STEP, config, make_files, update
 from twinkle_jax.data import Template, small_tokenizer
@@ -214,6 +215,16 @@ def test_the_directory_of_a_run_is_no_checkpoint(tmp_path):
     save_policy(policy, tmp_path / "other")
     (tmp_path / "policy").rename(tmp_path / "other" / "policy")
     assert load_policy(str(tmp_path / "other")).config == policy.config  # has both
+
+
+def test_corrections_of_experts_below_an_adapter_keep_their_digits():
+    mixture, params = config_of("glm4_moe"), params_of("glm4_moe")
+    policy = small_policy(0)._replace(config=mixture, params=params)
+    frozen = add_adapter(policy, LoraConfig(r=2), base="", dtype="bfloat16").frozen
+    of_frozen, gate = (x["layers"]["1"]["mlp"]["gate"] for x in (frozen, params))
+    assert of_frozen["kernel"].dtype == "bfloat16"
+    correction = of_frozen["e_score_correction_bias"]
+    np.testing.assert_array_equal(correction, gate["e_score_correction_bias"], strict=True)
 
 
 def test_seeds_differ_in_all_of_their_bits():

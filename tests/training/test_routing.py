@@ -28,8 +28,11 @@ VARIANTS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint with a mixture of experts, and six problems."""
-    place = tmp_path_factory.mktemp("mixture")
-    write_checkpoint(place / "model", name="qwen3_moe", characters="0123456789+-*()=")
+    return write_folder(tmp_path_factory.mktemp("mixture"), "qwen3_moe")
+
+
+def write_folder(place, name):
+    write_checkpoint(place / "model", name=name, characters="0123456789+-*()=")
     rows = [{"prompt": f"{a}+2=", "answer": str(a + 2)} for a in range(6)]
     (place / "task.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return place
@@ -50,9 +53,30 @@ def parameters(directory):
 @pytest.mark.parametrize("variant", each(list(VARIANTS), default=2))
 def test_experts_of_the_sampler_are_those_of_a_scoring_pass(folder, tmp_path, variant):
     """In float32; and in the second update of a step the router would choose others."""
+    compare_replays(folder, tmp_path, VARIANTS[variant])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", each(["one turn", "episodes", "mesh", "adapter"]))
+def test_experts_behind_dense_layers(tmp_path, variant):
+    """Corrections are as they were, and the router was trained."""
+    compare_replays(write_folder(tmp_path, "glm4_moe"), tmp_path, VARIANTS[variant])
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    if variant == "adapter":
+        return
+    after = parameters(tmp_path / "trainer")
+    corrections = [name for name in before if name.endswith("e_score_correction_bias")]
+    assert len(corrections) == 2 and before.keys() == after.keys()
+    for name in corrections:
+        np.testing.assert_array_equal(after[name], before[name])
+        router = name.replace("e_score_correction_bias", "weight")
+        assert np.abs(after[router] - before[router]).max() > 1e-3
+
+
+def compare_replays(folder, tmp_path, changes):
     for replayed in ("none", "trainer", "sampler"):
         directory = tmp_path / replayed
-        changes = VARIANTS[variant] | {"optimizer__learning_rate": 3e-2}
+        changes = changes | {"optimizer__learning_rate": 3e-2}
         train(run(folder, directory, replayed, **changes))
     assert_same_metrics(tmp_path / "sampler" / "run", tmp_path / "trainer" / "run")
     routed, other = parameters(tmp_path / "trainer"), parameters(tmp_path / "none")

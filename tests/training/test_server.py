@@ -537,6 +537,17 @@ def test_tokens_are_trained_through_the_experts_of_the_server(
 
 
 @pytest.mark.slow
+def test_a_server_names_no_experts_of_dense_layers(folder, tmp_path):
+    write_checkpoint(tmp_path / "model", name="glm4_moe", characters="0123456789+-*()=")
+    shutil.copy(folder / "task.jsonl", tmp_path)
+    with FakeServer(tmp_path / "model") as server:
+        server.experts = True
+        rows = run(tmp_path, server, tmp_path, **MIXTURE)
+    assert len(rows) == 3
+    assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)
+
+
+@pytest.mark.slow
 def test_a_reference_policy_chooses_experts_by_itself(mixture, odd_server, tmp_path):
     """It is the policy that the run began with, so the divergence is that of the choice alone."""
     [row] = run(mixture, odd_server, tmp_path, **MIXTURE, update__kl_beta=0.1, steps=1)

@@ -115,11 +115,15 @@ def test_what_a_checkpoint_sets_stays_as_it_is():
         optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0)),
     ):
         layer = {"layer_scalar": jnp.full((2, 1), 0.5), "w": jnp.ones((2, 3))}
+        names = ("e_score_correction_bias", "bias")
+        layer["gate"] = {name: jnp.full((2, 4), 0.5) for name in names}
         state = train_state({"layers": {"0": layer}}, optimizer)
         state = state._replace(denominator=jnp.float32(1), tokens=jnp.int32(3))
         state, info = apply_gradients(state, optimizer, learning_rate=0.5)
         layer = state.params["layers"]["0"]
         np.testing.assert_array_equal(layer["layer_scalar"], 0.5)
+        np.testing.assert_array_equal(layer["gate"]["e_score_correction_bias"], 0.5)
+        assert (layer["gate"]["bias"] != 0.5).all()
         assert info.applied and (layer["w"] != 1).all()
 
 

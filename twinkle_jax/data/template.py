@@ -389,7 +389,7 @@ class Template:
         """The formats of tool calls that a completion may have, for `parse_tool_calls`.
 
         The format in which the chat template writes a call comes first, if it is `llama`,
-        `mistral`, `deepseek`, `harmony` or `gemma`; then those of any policy.
+        `mistral`, `deepseek`, `harmony`, `gemma` or `glm`; then those of any policy.
         """
         text = self.example_call
         written = [name for name in TEMPLATE_FORMATS if _has_example(text, name)]

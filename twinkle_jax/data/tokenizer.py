@@ -32,6 +32,7 @@ _TAGS = (
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
     *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"),  # of gpt-oss
+    *("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),  # of GLM-4.5
     *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),  # of Gemma 4
 )
 _SIGN = "\ue0f7"  # around the code of a hidden character; hidden itself where a text has it

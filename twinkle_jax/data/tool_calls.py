@@ -1,6 +1,6 @@
 """Tool calls in the text of a model.
 
-Formats: Hermes and Qwen, Cline, ReAct, Llama 3, Mistral, DeepSeek, gpt-oss, Gemma 4.
+Formats: Hermes and Qwen, Cline, ReAct, Llama 3, Mistral, DeepSeek, gpt-oss, Gemma 4, GLM-4.5.
 
 The text is untrusted: parsing takes time linear in its length, and no text raises an error. A
 broken call is returned as a `ToolCallError`, anything else as text.
@@ -170,8 +170,8 @@ def parse_tool_calls(
     Args:
         text: what the assistant wrote.
         tool_format: the name of a format, several, or `"any"` for `hermes_qwen`, `cline` and
-            `react`. `llama`, `mistral`, `deepseek`, `harmony` (gpt-oss) and `gemma` (Gemma 4) are
-            for policies whose chat template writes them, as
+            `react`. `llama`, `mistral`, `deepseek`, `harmony` (gpt-oss), `gemma` (Gemma 4) and
+            `glm` (GLM-4.5 and later) are for policies whose chat template writes them, as
             [`Template.tool_formats`][twinkle_jax.data.Template.tool_formats] says: in another
             policy's text they may be anything, such as an answer in JSON.
         thinking: whether the text begins inside thinking that the prompt has opened.
@@ -285,6 +285,55 @@ def parse_hermes_calls(text: str) -> ParsedToolCalls:
             except ValueError as error:
                 errors.append(_error(error, text, block))
     return ParsedToolCalls(calls, errors, _without(text, blocks))
+
+
+def parse_glm_calls(text: str) -> ParsedToolCalls:
+    r"""Parse `<tool_call>` blocks of GLM-4.5: a name, and keys and values of its arguments in tags.
+
+    A value is JSON if it can be, otherwise text, as it stands. Without arguments a block holds a
+    name alone.
+
+    Args:
+        text: what the assistant wrote.
+
+    Returns:
+        Calls, errors and the text around them. Errors are duplicate keys, anything but white space
+        between tags, and a block that is not closed: it may lack arguments.
+
+    Example:
+        >>> text = "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+        >>> parse_glm_calls(text).calls
+        [{'type': 'function', 'function': {'name': 'add', 'arguments': {'x': 1}}}]
+    """
+    calls: list[ToolCall] = []
+    errors: list[ToolCallError] = []
+    blocks = _blocks(text, "<tool_call>", "</tool_call>")
+    for block in blocks:
+        try:
+            if not block.closed:
+                raise ValueError("a call must end with </tool_call>")
+            calls.append(_glm_call(block.body))
+        except ValueError as error:
+            errors.append(_error(error, text, block))
+    return ParsedToolCalls(calls, errors, _without(text, blocks))
+
+
+def _glm_call(body: str) -> ToolCall:
+    name, found, rest = body.partition("<arg_key>")
+    arguments: list[tuple[str, Any]] = []
+    while found:
+        key, closed, rest = rest.partition("</arg_key>")
+        between, opened, rest = rest.partition("<arg_value>")
+        value, ended, rest = rest.partition("</arg_value>")
+        if not (closed and opened and ended) or between.strip():
+            raise ValueError(f"the argument {key.strip()!r:.80} must have a value in <arg_value>")
+        arguments.append((key.strip(), _value(value)))
+        between, found, rest = rest.partition("<arg_key>")
+        if between.strip():
+            raise ValueError(f"arguments must be in tags, got {between.strip()!r:.80}")
+    if not re.fullmatch(r"[\w.\-]+", name.strip()):
+        raise ValueError(f"a call must begin with a name, got {name.strip()!r:.80}")
+    return _call(name.strip(), _unique(arguments))
 
 
 def parse_cline_calls(text: str) -> ParsedToolCalls:
@@ -437,7 +486,7 @@ def _name(opening: re.Match[str]) -> str:
     return (groups.get("name") or groups.get("function") or "").strip()
 
 
-TEMPLATE_FORMATS = tuple(_FORMS)
+TEMPLATE_FORMATS = (*_FORMS, "glm")
 """The formats that are tried only where the chat template writes them."""
 
 ANY_FORMAT = ("hermes_qwen", "cline", "react")
@@ -447,6 +496,7 @@ TOOL_CALL_FORMATS: Mapping[str, Callable[[str], ParsedToolCalls]] = {
     "hermes_qwen": parse_hermes_calls,
     "cline": parse_cline_calls,
     "react": parse_react_calls,
+    "glm": parse_glm_calls,
     **{name: partial(_parse_form, form=form) for name, form in _FORMS.items()},
 }
 """All formats by their names."""

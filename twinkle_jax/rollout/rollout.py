@@ -68,7 +68,7 @@ class RolloutConfig(Filters, _BeforeFilters):
         max_failed: share of episodes whose environment may fail; more end the run.
         max_observation: the most characters of an observation; longer ones lose their middle.
         tool_format: format of tool calls; any tries the chat template's own, if it is one of llama,
-            mistral, deepseek, harmony and gemma, then hermes_qwen, cline and react.
+            mistral, deepseek, harmony, gemma and glm, then hermes_qwen, cline and react.
         tools_in: process runs each call of a function of `--tools` in a separate process, which
             is killed if it does not answer in time; thread runs them in the trainer's process.
         environment_in: process runs each episode's environment in a separate process; thread in

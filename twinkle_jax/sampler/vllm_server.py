@@ -306,17 +306,23 @@ _LOG_ZERO = -9999.0  # what vLLM writes for the logarithm of 0
 
 
 class Routing(NamedTuple):
-    """The experts of a model: how many layers and experts it has, and how many a token chooses."""
+    """The experts of a model: how many layers and experts it has, and how many a token chooses.
+
+    The first `dense` of these layers have none: for them vLLM returns numbers without a meaning.
+    """
 
     layers: int
     experts: int
     chosen: int
+    dense: int = 0
 
     @classmethod
     def of(cls, config: DecoderConfig) -> "Routing | None":
         """Return the experts of a decoder; None if it has none."""
         experts = config.experts
-        return None if experts is None else cls(config.layers, experts.number, experts.chosen)
+        if experts is None:
+            return None
+        return cls(config.layers, experts.number, experts.chosen, config.dense_layers)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -471,11 +477,13 @@ def _read_routing(model: Routing, places: int, text: Any) -> HostArray:
     if got != shape or by_column or dtype.kind not in "ui" or len(content) != size:
         refuse(expected, (str(dtype), got, f"{len(content)} bytes"))
     values = np.frombuffer(content, dtype).reshape(shape)
-    ordered = np.sort(values, axis=-1)
+    ordered = np.sort(values[:, model.dense :], axis=-1)
     inside = values.size == 0 or (ordered.min() >= 0 and ordered.max() < model.experts)
     if not inside or np.any(ordered[..., 1:] == ordered[..., :-1]):
         refuse(f"routed_experts that differ and are in [0, {model.experts})", values.tolist())
-    return values.astype(model.dtype)
+    values = values.astype(model.dtype)  # a copy
+    values[:, : model.dense] = 0
+    return values
 
 
 def _read_end(settings: CompletionSettings, choice: Mapping[str, Any], tokens: list[int]) -> End:

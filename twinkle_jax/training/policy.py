@@ -38,6 +38,7 @@ from twinkle_jax.model import (
     with_adapter,
 )
 from twinkle_jax.model.decoder.lora import init_adapter
+from twinkle_jax.model.decoder.parameters import cast_params
 from twinkle_jax.model.decoder.sharding import place_params
 from twinkle_jax.model.huggingface.adapter_files import save_tokenizer
 from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG, locate, read_json
@@ -241,8 +242,7 @@ def attach_adapter(
     mesh: Mesh | None = None,
 ) -> Policy:
     """Freeze a policy's parameters, and train adapters instead."""
-    frozen = jax.tree.map(lambda x: x.astype(dtype), policy.params)
-    frozen = with_adapter(frozen, policy.config, lora)
+    frozen = with_adapter(cast_params(policy.params, dtype), policy.config, lora)
     if mesh is not None:
         frozen, adapter = place_params(frozen, mesh), place_params(adapter, mesh)
     return policy._replace(params=adapter, frozen=frozen, lora=lora, base=base)

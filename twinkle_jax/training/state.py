@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.loss import Coefficient
 from twinkle_jax.model import Params, make_mesh, shard_like_params
-from twinkle_jax.model.decoder.parameters import LAYER_SCALAR
+from twinkle_jax.model.decoder.parameters import CORRECTION, LAYER_SCALAR
 from twinkle_jax.model.decoder.sharding import (
     constrain,
     find_mesh,
@@ -249,7 +249,7 @@ def _apply(
 
 def _is_constant(path: Any) -> bool:
     """Whether a parameter is never updated, not even by weight decay."""
-    return jax.tree_util.keystr(path[-1:], simple=True) == LAYER_SCALAR
+    return jax.tree_util.keystr(path[-1:], simple=True) in (LAYER_SCALAR, CORRECTION)
 
 
 def _check_fit(optimizer: optax.GradientTransformation, state: TrainState) -> None:

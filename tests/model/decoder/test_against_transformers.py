@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, NAMES, REAL_GEMMA4, REAL_GPT_OSS, batch, each, family
+from tests.model.families import (
+    ALL,
+    NAMES,
+    REAL_GEMMA4,
+    REAL_GLM4_MOE,
+    REAL_GPT_OSS,
+    REAL_LATENT,
+    batch,
+    each,
+    family,
+)
 from twinkle_jax.model import (
     decode_step,
     hidden_states,
@@ -58,6 +68,36 @@ CASES = {
         "rope_scaling": {"type": "linear", "factor": 4.0},
     },
     "mistral": {"num_hidden_layers": 1},
+    "youtu": {},
+    "youtu tied, biased, in halves": {
+        "tie_word_embeddings": True,
+        "attention_bias": True,
+        "rope_interleave": False,
+    },
+    "youtu without narrow queries, YaRN": {
+        "q_lora_rank": None,
+        "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9},
+    },
+    "deepseek_v3": {},
+    "deepseek_v3 of one group, two dense": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": None,
+        "norm_topk_prob": False,
+        "rope_parameters": None,
+        "rope_theta": 700.0,
+    },
+    "deepseek_v3 all groups": {"topk_group": 3, "rope_interleave": False},
+    "glm4_moe_lite": {},
+    "glm4_moe_lite by number, in groups": {
+        "mlp_layer_types": None,
+        "attention_bias": True,
+        "n_group": 2,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": True,
+    },
     "ministral3": {},
     "ministral3 tied, sliding": {"tie_word_embeddings": True, "sliding_window": 3},
     "mistral sliding": {"sliding_window": 3, "rope_parameters": None, "rope_theta": 500.0},
@@ -112,6 +152,21 @@ CASES = {
         "partial_rotary_factor": 0.75,
         "num_key_value_heads": 1,
     },
+    "glm4_moe": {},
+    "glm4_moe two dense, unnormalised": {
+        "num_hidden_layers": 4,
+        "first_k_dense_replace": 2,
+        "n_shared_experts": 1,
+        "norm_topk_prob": False,
+        "use_qk_norm": False,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+        "rope_parameters": None,
+        "rope_theta": 700.0,
+        "partial_rotary_factor": 0.75,
+    },
+    "glm4_moe without dense": {"first_k_dense_replace": 0, "num_experts_per_tok": 1},
     "gemma3_text": {},
     "gemma3_text by pattern": {
         "layer_types": None,
@@ -273,6 +328,8 @@ def oracle(case, **changes):
         for name, x in model.named_buffers():
             if name.endswith("layer_scalar"):
                 x.copy_(0.7 + 0.3 * torch.randn_like(x))
+            if name.endswith("e_score_correction_bias"):
+                x.copy_(0.5 * torch.randn_like(x))
     return model
 
 
@@ -438,7 +495,7 @@ def test_gradients_of_a_loss(name, saved):
         ours = gradient
         for key in path:
             ours = ours[key]
-        if path[-1] == "layer_scalar":  # it is not trained
+        if path[-1] in ("layer_scalar", "e_score_correction_bias"):  # they are not trained
             np.testing.assert_array_equal(ours, 0)
             continue
         for repeat, stored in enumerate(stored_names(decoder.config, path, p, "model.")):
@@ -471,6 +528,9 @@ def test_gradients_of_a_loss(name, saved):
         "ministral3",
         "glm",
         "glm4 three of four, by older names",
+        "glm4_moe",
+        "glm4_moe two dense, unnormalised",
+        "glm4_moe without dense",
         "gemma3_text",
         "gemma3_text by pattern",
         "gemma2",
@@ -557,18 +617,27 @@ def test_old_configurations(saved, tmp_path):
             "qwen3",
         ),
         *("gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
+        *("glm4_moe", "glm4_moe_lite", "deepseek_v3", "youtu"),
     ],
 )
 def test_what_a_configuration_leaves_out_is_transformers_default(name):
     sizes = {"vocab_size": 48, "hidden_size": 256, "intermediate_size": 40}
     sizes |= {"num_hidden_layers": 8, "num_attention_heads": 32}
     sizes |= {"num_local_experts": 6} if name == "gpt_oss" else {}
+    if name in ("glm4_moe_lite", "deepseek_v3", "youtu"):
+        del sizes["num_attention_heads"]  # where `num_key_value_heads` has a default of its own
     written = {"model_type": name, **({} if name.startswith("gemma") else sizes)}
     full = transformers.AutoConfig.for_model(**written).to_dict()
     assert parse_config(written) == parse_config(full)
 
 
-@pytest.mark.parametrize("real", [*REAL_GEMMA4.values(), *REAL_GPT_OSS.values()])
+@pytest.mark.parametrize(
+    "real",
+    [
+        *(*REAL_GEMMA4.values(), *REAL_GPT_OSS.values()),
+        *(*REAL_GLM4_MOE.values(), *REAL_LATENT.values()),
+    ],
+)
 def test_real_models_have_the_tensors_of_transformers(real):
     """By name and shape; nothing is allocated. The output matrix of Gemma is the embedding."""
     with torch.device("meta"):

@@ -1,5 +1,6 @@
 """Prefill and decoding: the same as the full forward at every position, whatever the batch."""
 
+import dataclasses
 import functools
 
 import chex
@@ -30,7 +31,8 @@ from twinkle_jax.model import (
     take_rows,
     unstack_layers,
 )
-from twinkle_jax.model.decoder.pages import empty_pages
+from twinkle_jax.model.decoder.cache import stack_layers
+from twinkle_jax.model.decoder.pages import empty_pages, put_in_pages
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
@@ -80,6 +82,84 @@ def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked, mixture)
         assert_close(last[i], hidden[-1], 5e-5)
 
 
+@functools.cache
+def dense_first(kinds):
+    """Two dense layers before three with experts; or, as in no family, layers of two kinds.
+
+    Those that slide have a second rotary table. Linear ones make blocks of two members.
+    """
+    changes = {"num_hidden_layers": 5, "first_k_dense_replace": 2}
+    if kinds == "sliding":
+        sliding = ["sliding_attention"] * 2
+        changes = {"num_hidden_layers": 4, "layer_types": [*sliding, "full_attention", sliding[0]]}
+    names = {"full": "glm4_moe", "sliding": "gemma3_text", "linear": "qwen3_5_moe_text"}
+    config = parse_config(family(names[kinds], **({} if kinds == "linear" else changes)))
+    if kinds != "full":
+        dense = {"sliding": 1, "linear": 2}[kinds]
+        experts = config.experts or config_of("glm4_moe").experts
+        config = dataclasses.replace(config, experts=experts, dense_layers=dense)
+    return config, random_params(config)
+
+
+@pytest.mark.parametrize("kinds", each(["full", "sliding", "linear"], 2, pytest.mark.slow))
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
+def test_dense_layers_before_those_with_experts(stacked, kinds):
+    """By `prefill`, `decode_step` and `extend`; experts are recorded, and 0 in dense layers."""
+    config, params = dense_first(kinds)
+    rows = [p + g for p, g in zip(PROMPTS, GOES_ON, strict=True)]
+    numbers = [np.full((len(row), config.layers, config.experts.chosen), -1) for row in rows]
+    pairs = zip(rows, numbers, strict=True)
+    expected = [reference_hidden(params, config, row, routing=chosen) for row, chosen in pairs]
+    read = jax.jit(functools.partial(prefill, config=config, max_length=11, keep_routing=True))
+    tokens, mask = batch(PROMPTS, 6, "left")
+    last, cache = read(params, tokens=tokens, mask=mask)
+    weights = params
+    if not stacked:
+        weights, cache = unstack_layers(params), unstack_layers(cache)
+        held = {"full": ["01", "01", "1"], "sliding": ["01", "1", "1"], "linear": ["0123"]}
+        assert ["".join(sorted(layer)) for layer in cache.layers] == held[kinds]
+    for t in range(3):
+        for i, prompt in enumerate(PROMPTS):
+            assert_close(last[i], expected[i][len(prompt) - 1 + t], 5e-5)
+        last, cache = step(weights, config, jnp.array([row[t] for row in GOES_ON]), cache)
+    last, cache = jax.jit(extend, static_argnums=1)(
+        params, config, jnp.array(GOES_ON)[:, 3:], cache
+    )
+    assert isinstance(cache.layers, dict) == stacked
+    for hidden, row in zip(expected, last, strict=True):
+        assert_close(row, hidden[-1], 5e-5)
+    for chosen, recorded in zip(numbers, np.asarray(cache.routing), strict=True):
+        assert not chosen[:, : config.dense_layers].any()
+        recorded = recorded[: len(chosen)]
+        np.testing.assert_array_equal(np.sort(recorded, axis=-1), np.sort(chosen, axis=-1))
+
+
+@pytest.mark.parametrize(
+    "kinds", each(["full", "sliding apart", "sliding", "linear"], 2, pytest.mark.slow)
+)
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
+def test_dense_layers_before_those_with_experts_in_pages(stacked, kinds):
+    """The first row begins with two tokens that fill a page; sliding layers may have their own."""
+    config, params = dense_first(kinds.split()[0])
+    window_pages = 12 if "apart" in kinds else None
+    rows = [PROMPTS[0][:4], GOES_ON[1]]
+    _, prompts = fill(params, config, jnp.array(rows)[:, :2], None, max_length=2)
+    weights = params if stacked else unstack_layers(params)
+    prompts = prompts if stacked else unstack_layers(prompts)
+    options = {"rows": 2, "size": 2, "pages": 8, "window_pages": window_pages, "max_length": 8}
+    cache = empty_pages(prompts, config, **options)
+    first = jnp.array([0])
+    cache = put_in_pages(cache, prompts, first, first, first, config)
+    for token in rows[1][:2]:
+        tokens, active = jnp.array([0, token]), jnp.array([False, True])
+        _, cache = step(weights, config, tokens, cache, active)
+    for t in range(2, 4):
+        last, cache = step(weights, config, jnp.array([row[t] for row in rows]), cache)
+        for row, hidden in zip(rows, last, strict=True):
+            assert_close(hidden, reference_hidden(params, config, row[: t + 1])[-1], 5e-5)
+    assert cache.length.tolist() == [4, 4]
+
+
 @pytest.mark.parametrize("name", each(NAMES))
 def test_both_paddings_fill_the_same_cache(name):
     filled = [
@@ -123,8 +203,7 @@ def test_layers_one_by_one_are_the_stack(name):
         expected, stack = step(params, config, tokens, stack, mask)
         out, unstacked = step(weights if t else params, config, tokens, unstacked, mask)
         assert_same(out, expected)
-    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *unstacked.layers)
-    jax.tree.map(assert_same, joined, stack.layers)
+    jax.tree.map(assert_same, stack_layers(unstacked).layers, stack.layers)
     np.testing.assert_array_equal(unstacked.length, stack.length)
 
 

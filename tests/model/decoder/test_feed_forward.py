@@ -174,6 +174,51 @@ def test_parts_of_the_experts_add_up(add_up):
     np.testing.assert_array_equal(part(-E.number, 1), 0)
 
 
+LOGITS = jnp.log(jnp.array([[1.0, 3.0, 1 / 3, 4.0]]))  # of the scores 1/2, 3/4, 1/4, 4/5
+CORRECTED = dataclasses.replace(E, number=4, chosen=2, corrected=True, normalised=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "correction", "chosen", "share"),
+    [
+        ({}, [0.0] * 4, [3, 1], [4 / 5, 3 / 4]),
+        # 1/2 + 1/2, 3/4, 1/4 + 5/8 and 4/5 - 1/2
+        ({}, [0.5, 0.0, 0.625, -0.5], [0, 2], [1 / 2, 1 / 4]),
+        ({"normalised": True}, [0.5, 0.0, 0.625, -0.5], [0, 2], [2 / 3, 1 / 3]),
+        ({"normalised": True, "scaling": 1.5}, [0.5, 0.0, 0.625, -0.5], [0, 2], [1, 1 / 2]),
+        ({"scaling": 1.5}, [0.5, 0.0, 0.625, -0.5], [0, 2], [3 / 4, 3 / 8]),
+    ],
+)
+def test_corrections_choose_and_do_not_weigh(changes, correction, chosen, share):
+    experts = dataclasses.replace(CORRECTED, **changes)
+    routed = ff._choose(LOGITS, experts, None, jnp.array(correction))
+    assert routed.chosen.tolist() == [chosen]
+    np.testing.assert_allclose(routed.share[0], share, rtol=1e-6)
+    named = ff._choose(LOGITS, experts, jnp.array([chosen]), jnp.array([9.0, -9.0, 0.0, 3.0]))
+    np.testing.assert_array_equal(named.share, routed.share)
+
+
+def test_scores_of_0_are_normalised():
+    logits, experts = jnp.full((1, 4), -200.0), dataclasses.replace(CORRECTED, normalised=True)
+    routed = ff._choose(logits, experts, None, jnp.array([0.0, 2.0, 0.0, 1.0]))
+    assert routed.chosen.tolist() == [[1, 3]] and routed.share.tolist() == [[0, 0]]
+
+
+def test_a_router_with_corrections_computes_in_float32():
+    """Of two logits that differ by 2⁻¹⁰, which bfloat16 does not tell apart, the larger one."""
+    kernel = jnp.array([[1.0, 1.0, 0.0, 0.0], [0.0, 2.0**-10, 0.0, 0.0]])
+    router = {"kernel": kernel, "e_score_correction_bias": jnp.zeros(4)}
+    experts = dataclasses.replace(CORRECTED, chosen=1)
+    routed = ff._route(jnp.ones((1, 2), jnp.bfloat16), router, experts)
+    assert routed.chosen.tolist() == [[1]] and routed.share.dtype == jnp.bfloat16
+    # The kernel is rounded, as that of a sampler is: trainer and sampler choose the same.
+    finer = {**router, "kernel": kernel.at[0, 0].add(2.0**-9)}
+    assert ff._route(jnp.ones((1, 2), jnp.bfloat16), finer, experts).chosen.tolist() == [[1]]
+    assert ff._route(jnp.ones((1, 2)), finer, experts).chosen.tolist() == [[0]]
+    router["e_score_correction_bias"] = jnp.array([2.0**-10, 0.0, 0.0, 0.0])
+    assert ff._route(jnp.ones((1, 2)), router, experts).chosen.tolist() == [[0]]
+
+
 OSS = config_of("gpt_oss")
 _MLP = params_of("gpt_oss")["layers"]["0"]["mlp"]
 OSS_ROUTER = jax.tree.map(lambda x: x[1], _MLP["router"])
@@ -271,3 +316,6 @@ def test_a_router_and_its_experts_have_no_adapters():
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
     shared = adapted_kernels(config_of("qwen3_5_moe_text"), LoraConfig(target_modules="up_proj"))
     assert {path[-2] for path in shared} == {"shared_expert"}
+    glm = adapted_kernels(config_of("glm4_moe"), LoraConfig(target_modules="up_proj"))
+    paths = [("layers", "0", "mlp", "up_proj"), ("layers", "1", "mlp", "shared_experts", "up_proj")]
+    assert glm == dict(zip(paths, [(24, 40), (24, 32)], strict=True))

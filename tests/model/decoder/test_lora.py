@@ -13,6 +13,7 @@ from twinkle_jax.model import (
     Decoder,
     LoraConfig,
     decode_step,
+    extend,
     hidden_states,
     make_mesh,
     merge_adapter,
@@ -270,6 +271,28 @@ def test_a_merged_projection_is_the_adapted_one():
     np.testing.assert_allclose(project(x, merged), project(x, adapted), atol=1e-6)
 
 
+def test_adapters_of_latent_attention_decode_what_whole_rows_get():
+    """Decoding does not apply the projection of keys and values to the tokens in its cache."""
+    config, lora = config_of("youtu"), LoraConfig(r=3, lora_alpha=2, target_modules="all-linear")
+    rng = np.random.default_rng(0)
+    adapter = jax.tree.map(
+        lambda x: jnp.float32(0.3 * rng.normal(size=x.shape)),
+        init_adapter(jax.random.key(0), config, lora),
+    )
+    params, tokens = with_adapter(params_of("youtu"), config, lora, adapter), jnp.array(ROWS[:1])
+    expected = hidden_states(params, config, tokens)
+    plain = hidden_states(params_of("youtu"), config, tokens)
+    assert float(jnp.max(jnp.abs(expected - plain))) > 0.1
+    merged = hidden_states(merge_adapter(params), config, tokens)
+    np.testing.assert_allclose(merged, expected, atol=1e-4)
+    cache = prefill(params, config, tokens[:, :2], max_length=5)[1]
+    extended, _ = extend(params, config, tokens[:, 2:], cache)
+    np.testing.assert_allclose(extended, expected[:, -1], atol=1e-4)
+    for t in range(2, 5):
+        last, cache = decode_step(params, config, tokens[:, t], cache)
+        np.testing.assert_allclose(last, expected[:, t], atol=1e-4)
+
+
 def test_every_linear_layer_and_the_bfloat16_base(checkpoint):
     model = TransformersModel(checkpoint, dtype="bfloat16")
     model.add_adapter_to_model("default", {"r": 2, "target_modules": "all-linear"})
@@ -279,6 +302,11 @@ def test_every_linear_layer_and_the_bfloat16_base(checkpoint):
     assert model.group().frozen["embed_tokens"]["embedding"].dtype == jnp.bfloat16
     assert {x.dtype for x in jax.tree.leaves(model.state.params)} == {jnp.dtype("float32")}
     assert LoraConfig(r=4, lora_alpha=8, use_rslora=True).scale == 4
+    mixture = Decoder(config_of("glm4_moe"), params_of("glm4_moe"))
+    model = TransformersModel(mixture, dtype="bfloat16")
+    model.add_adapter_to_model("default", {"r": 2})
+    gate = model.group().frozen["layers"]["1"]["mlp"]["gate"]
+    assert (gate["kernel"].dtype, gate["e_score_correction_bias"].dtype) == ("bfloat16", "float32")
 
 
 NOT_PLAIN = [

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, config_of, each
+from tests.model.families import NAMES, config_of, each, params_of
 from twinkle_jax.model import init_params, parameter_shapes
-from twinkle_jax.model.decoder.parameters import parameter_table
+from twinkle_jax.model.decoder.parameters import cast_params, parameter_table
 from twinkle_jax.model.huggingface.checkpoint_files import stored_name, stored_shape
 
 
@@ -43,6 +43,18 @@ def test_random_parameters_have_the_shapes_and_types_promised(name):
     )
     norm = np.asarray(params["norm"]["scale"], np.float32)
     np.testing.assert_array_equal(norm, 0 if config.centred_norms else 1)
+
+
+def test_corrections_of_experts_are_not_rounded_to_16_bits():
+    config, params = config_of("glm4_moe"), params_of("glm4_moe")
+    for dtype, kept in (("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")):
+        shapes = parameter_shapes(config, dtype)
+        gate = shapes["layers"]["1"]["mlp"]["gate"]
+        assert (gate["kernel"].dtype, gate["e_score_correction_bias"].dtype) == (dtype, kept)
+        cast = cast_params(params, dtype)
+        assert jax.tree.map(lambda x: x.dtype, cast) == jax.tree.map(lambda x: x.dtype, shapes)
+    gates = [x["layers"]["1"]["mlp"]["gate"]["e_score_correction_bias"] for x in (cast, params)]
+    np.testing.assert_array_equal(*gates)
 
 
 def test_keys_decide_and_parameters_differ_from_each_other():

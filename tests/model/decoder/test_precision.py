@@ -35,6 +35,14 @@ _SLIDING = {
     "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     "sliding_window": 16,
 }
+_LATENT = {
+    "head_dim": 16,
+    "kv_lora_rank": 64,
+    "q_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+}
 DEEP = {
     "qwen3_5_text": {
         "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -54,6 +62,9 @@ DEEP = {
         "sliding_window": 16,
         "swiglu_limit": 7.0,
     },
+    "youtu": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT | {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
 }
 
 
@@ -69,7 +80,8 @@ def sharp(name):
 
     Its distributions are sharp, so that a rounding in one path and not in the other shows.
     """
-    config = parse_config(family(name, num_hidden_layers=4, **WIDE, **DEEP.get(name, {})))
+    shape = {"num_hidden_layers": 4, **WIDE, **DEEP.get(name, {})}
+    config = parse_config(family(name, **shape))
 
     def grow(path, leaf):
         return 10 * leaf if path[-1].key in ("kernel", "embedding") else leaf
@@ -114,6 +126,11 @@ def test_the_trainer_scores_what_the_sampler_drew(name, tmp_path):
         allowed += transformers_difference(config, params, tokens, tmp_path)
         # A rounding may choose another expert, in transformers too.
         assert allowed < (0.01 if config.experts is None else 0.05)
+    if config.attention.latent is not None:
+        # Keys and values are rounded in one path, and queries and outputs in the other.
+        exact = trainer_logprobs(params, config, prompts.tolist(), drawn, 1.0)
+        allowed = np.mean(np.abs(scored - exact))
+        assert np.mean(np.abs(drawn.logprobs - exact)) <= 1.05 * allowed < 0.06
     assert np.mean(np.abs(scored - drawn.logprobs)) <= allowed
     assert np.min(scored) < -5 and np.max(scored) > -0.5
 
@@ -225,7 +242,8 @@ def sums(jaxpr):
 
 
 @pytest.mark.parametrize(
-    "name", each(["qwen2", "gpt_oss", "gemma4_text mixture", "qwen3_next", "olmoe"], default=3)
+    "name",
+    each(["qwen2", "gpt_oss", "gemma4_text mixture", "glm4_moe", "qwen3_next", "olmoe"], default=4),
 )
 def test_no_gradient_is_summed_in_bfloat16(name):
     """Those of norms, biases and gates: a GPU sums in the type that the program says."""

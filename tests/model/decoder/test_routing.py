@@ -26,8 +26,16 @@ from twinkle_jax.training import begin_training, grad_step, score_batch, train_s
 from twinkle_jax.training.packing import plan
 
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
-NAMES = ("qwen3_moe", "qwen3_5_moe_text", "gemma4_text mixture", "gemma4_text small", "gpt_oss")
+NAMES = (
+    "qwen3_moe",
+    "qwen3_5_moe_text",
+    "gemma4_text mixture",
+    "gemma4_text small",
+    "gpt_oss",
+    "glm4_moe",
+)
 EXTRA = {
+    "glm4_moe": {"first_k_dense_replace": 2},
     "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     # Experts also where layers reuse keys and values.

@@ -255,12 +255,12 @@ def test_targets_that_are_not_those_of_the_tensors_are_refused(saved):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-@pytest.mark.parametrize("name", ["gemma4_text mixture", "gemma4_text small", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma4_text mixture", "gemma4_text small", "gpt_oss", "youtu"])
 def test_adapters_of_all_projections_are_pefts(name, tmp_path):
     """Of Gemma 4: the router's, but no experts', nor values' where they are the keys.
 
     With embeddings for each layer, the projection to these, outside the layers. Of GPT-OSS those of
-    attention alone.
+    attention alone. Of latent attention all five.
     """
     get = "pip install 'twinkle-jax[test,oracle]'"
     peft = pytest.importorskip("peft", reason=get)
@@ -295,6 +295,10 @@ def test_adapters_of_all_projections_are_pefts(name, tmp_path):
     assert_same(load_adapter(tmp_path / "again", decoder.config)[1], adapter)
     if name == "gemma4_text small":
         assert adapter["per_layer_model_projection"]["lora_A"].shape == (24, 2)
+        return
+    if name == "youtu":
+        latent = {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+        assert set(adapter["layers"]["0"]["self_attn"]) == latent
         return
     assert "v_proj" in adapter["layers"]["0"]["self_attn"]
     if config.model_type == "gpt_oss":

@@ -361,6 +361,54 @@ def test_a_text_checkpoint_keeps_its_multi_token_prediction(tmp_path):
     np.testing.assert_array_equal(after["mtp.layers.0.weight"], head)
 
 
+@pytest.mark.parametrize("further", [3, 4])
+def test_a_layer_for_further_tokens_is_kept_and_no_other(further, tmp_path):
+    """Checkpoints of GLM-4.5 number it as the next layer; it has the tensors of one, and some."""
+    config, params = config_of("glm4_moe"), params_of("glm4_moe")
+    save_pretrained(Decoder(config, params), tmp_path / "in")
+    names = ("eh_proj.weight", "self_attn.q_proj.weight", "mlp.experts.0.up_proj.weight")
+    head = {f"model.layers.{further}.{n}": np.full((2, 3), i, "f4") for i, n in enumerate(names)}
+    rewrite(tmp_path / "in", head)
+    if further != config.layers:
+        with pytest.raises(ValueError, match=r"model\.layers\.4"):
+            load_pretrained(tmp_path / "in")
+        return
+    decoder = load_pretrained(tmp_path / "in")
+    assert_same(decoder.params, params)
+    save_pretrained(decoder, tmp_path / "out")
+    expected = safetensors.numpy.load_file(tmp_path / "in/model.safetensors")
+    written = safetensors.numpy.load_file(tmp_path / "out/model.safetensors")
+    assert written.keys() == expected.keys() and head.keys() < expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(written[name], x, strict=True)
+    first = dataclasses.replace(config, layer_kinds=config.layer_kinds[:2])
+    save_pretrained(load_pretrained(tmp_path / "in", config=first), tmp_path / "first")
+    written = safetensors.numpy.load_file(tmp_path / "first/model.safetensors")
+    assert not [name for name in written if name.startswith(("model.layers.2", "model.layers.3"))]
+    rewrite(tmp_path / "in", {"model.layers.3.eh_proj.weight": None})
+    with pytest.raises(ValueError, match=r"model\.layers\.3"):
+        load_pretrained(tmp_path / "in")
+
+
+def test_corrections_keep_their_digits(tmp_path):
+    """As in transformers and vLLM: in 16 bits their sums with scores would be others."""
+    config, params = config_of("glm4_moe"), params_of("glm4_moe")
+    gate = params["layers"]["1"]["mlp"]["gate"]
+    save_pretrained(Decoder(config, params), tmp_path / "out", dtype="bfloat16")
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    stored = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(stored[name], gate["e_score_correction_bias"][0], strict=True)
+    assert stored["model.layers.1.mlp.gate.weight"].dtype == ml_dtypes.bfloat16
+    for dtype in (None, "bfloat16", "float32"):
+        loaded = load_pretrained(tmp_path / "out", dtype=dtype).params["layers"]["1"]["mlp"]["gate"]
+        assert_same(loaded["e_score_correction_bias"], gate["e_score_correction_bias"])
+        assert loaded["kernel"].dtype == (dtype or "bfloat16")
+    rounded = stored[name].astype(ml_dtypes.bfloat16)
+    rewrite(tmp_path / "out", {name: rounded, name.replace("1", "2"): rounded})
+    loaded = load_pretrained(tmp_path / "out").params["layers"]["1"]["mlp"]["gate"]
+    assert_same(loaded["e_score_correction_bias"][0], jnp.asarray(rounded, jnp.float32))
+
+
 def test_the_tokenizer_comes_along_and_other_files_stay(decoder, export, tmp_path):
     (export / "tokenizer.json").write_text("new")
     (export / "chat_template.jinja").write_text("template")

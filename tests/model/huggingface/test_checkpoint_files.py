@@ -283,6 +283,28 @@ def test_layers_and_orientation_of_what_is_stored(tmp_path):
     np.testing.assert_array_equal(stored["lm_head.weight"], params["lm_head"]["kernel"].T)
 
 
+def test_layers_of_two_stacks_are_numbered_one_after_the_other(tmp_path):
+    config = parse_config(family("glm4_moe", num_hidden_layers=5, first_k_dense_replace=2))
+    params = random_params(config)
+    save_pretrained(Decoder(config, params), tmp_path / "out")
+    stored = safetensors.numpy.load_file(tmp_path / "out" / "model.safetensors")
+    dense, experts = params["layers"]["0"]["mlp"], params["layers"]["1"]["mlp"]
+    for layer in range(2):
+        np.testing.assert_array_equal(
+            stored[f"model.layers.{layer}.mlp.up_proj.weight"], dense["up_proj"]["kernel"][layer].T
+        )
+    for layer in range(2, 5):
+        mlp = f"model.layers.{layer}.mlp"
+        correction = experts["gate"]["e_score_correction_bias"][layer - 2]
+        np.testing.assert_array_equal(stored[f"{mlp}.gate.e_score_correction_bias"], correction)
+        shared = experts["shared_experts"]["down_proj"]["kernel"][layer - 2]
+        np.testing.assert_array_equal(stored[f"{mlp}.shared_experts.down_proj.weight"], shared.T)
+        down = experts["experts"]["down_proj"]["kernel"][layer - 2]
+        np.testing.assert_array_equal(stored[f"{mlp}.experts.3.down_proj.weight"], down[3].T)
+    assert not {name for name in stored if "layers.1." in name and "experts" in name}
+    assert_same(load_pretrained(tmp_path / "out").params, params)
+
+
 def test_square_matrices_are_transposed_too(tmp_path):
     config = parse_config(
         family("qwen3", intermediate_size=24, num_attention_heads=3, num_key_value_heads=3)

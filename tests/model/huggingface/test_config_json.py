@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import ALL, REAL_GEMMA4, REAL_GPT_OSS, family
+from tests.model.families import ALL, REAL_GEMMA4, REAL_GLM4_MOE, REAL_GPT_OSS, REAL_LATENT, family
 from twinkle_jax.model import (
     LinearScaling,
     LongRopeScaling,
@@ -19,6 +19,7 @@ from twinkle_jax.model import (
     hidden_states,
     parameter_shapes,
     parse_config,
+    prefill,
 )
 from twinkle_jax.model.decoder.config import FULL, SLIDING, ExpertsConfig
 from twinkle_jax.model.huggingface.config_json import export_config
@@ -101,9 +102,10 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "gemma4_text": "Gemma4"}
     names |= {"mistral": "Mistral", "ministral3": "Ministral3"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
-    names |= {"granite": "Granite", "phi3": "Phi3"}
+    names |= {"granite": "Granite", "phi3": "Phi3", "youtu": "Youtu"}
     names |= {"qwen2_moe": "Qwen2Moe", "qwen3_next": "Qwen3Next", "olmoe": "Olmoe"}
-    names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4"}
+    names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
+    names |= {"deepseek_v3": "DeepseekV3", "glm4_moe_lite": "Glm4MoeLite"}
     names |= {"gpt_oss": "GptOss", "qwen3_moe": "Qwen3Moe", "qwen3_5_moe_text": "Qwen3_5Moe"}
     assert written["architectures"] == [f"{names[name.split()[0]]}ForCausalLM"]
     rope = written["rope_parameters"]
@@ -448,7 +450,7 @@ def test_any_pattern_of_gemma_3_is_a_loop_over_one_layer(layers):
     config = parse_config(family("gemma3_text", layer_types=None, num_hidden_layers=layers))
     assert config.block == (FULL,) and config.repeats == layers
     assert config.layer_kinds[:6] == (SLIDING,) * 5 + (FULL,)
-    assert config.sliding.shape == (layers, 1) and config.sliding.sum() == layers - layers // 6
+    assert config.sliding.shape == (layers,) and config.sliding.sum() == layers - layers // 6
 
 
 def test_a_gemma_3_as_the_hub_has_it():
@@ -704,6 +706,138 @@ def test_what_gpt_oss_refuses(changes, name):
     refused(family("gpt_oss") | changes, name)
 
 
+@pytest.mark.parametrize(
+    ("name", "billions", "dense", "scaling"), [("4.5-Air", 106.9, 1, 1.0), ("4.5", 352.8, 3, 2.5)]
+)
+def test_real_models_of_glm_4_5(name, billions, dense, scaling):
+    config = parse_config(REAL_GLM4_MOE[name])
+    first, rest = config.stacks
+    assert (first.members, first.repeats, first.experts) == ((("0", FULL),), dense, None)
+    assert (rest.members, rest.repeats) == ((("1", FULL),), config.layers - dense)
+    assert rest.experts == config.experts and config.block == (FULL, FULL)
+    heads, experts = config.attention, config.experts
+    assert heads.bias and not heads.output_bias and heads.qk_norm is (dense == 3)
+    assert (heads.rotary_dim, heads.rope_theta, heads.interleaved) == (64, 1e6, False)
+    assert experts.corrected and experts.normalised and experts.scaling == scaling
+    assert (experts.chosen, experts.shared_width) == (8, experts.width)
+    shapes = jax.tree.leaves(parameter_shapes(config))
+    assert round(sum(x.size for x in shapes) / 1e9, 1) == billions
+    written = export_config(config, nested=False, dtype="bfloat16")
+    assert parse_config(written) == config and written["num_nextn_predict_layers"] == 1
+    alone = dataclasses.replace(config, original="")
+    assert parse_config(export_config(alone, nested=False, dtype="bfloat16")) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "heads", "scale"),
+    [("DeepSeek-V3", 671.0, 128, 192**-0.5 * 1.3689**2), ("GLM-4.7-Flash", 29.9, 20, 1 / 16)],
+)
+def test_real_models_with_latent_attention(name, billions, heads, scale):
+    config = parse_config(REAL_LATENT[name])
+    attention = config.attention
+    assert attention.query_heads == attention.key_value_heads == heads
+    assert (attention.latent.width, attention.rotary_dim, attention.interleaved) == (512, 64, True)
+    assert attention.scale == pytest.approx(scale, rel=1e-4)
+    shapes = jax.tree.leaves(parameter_shapes(config))
+    assert round(sum(x.size for x in shapes) / 1e9, 1) == billions
+    cache = jax.eval_shape(
+        lambda params: prefill(params, config, jnp.zeros((1, 8), jnp.int32), max_length=8)[1],
+        parameter_shapes(config, "bfloat16"),
+    )
+    held = sum(x.size for x in jax.tree.leaves(cache.layers))
+    assert held == 8 * config.layers * (512 + 64 + 512)
+    written = export_config(config, nested=False, dtype="bfloat16")
+    assert parse_config(written) == config and written["num_nextn_predict_layers"] == 1
+    assert written.get("mlp_layer_types", ["dense"]).count("dense") == 1
+    alone = dataclasses.replace(config, original="")
+    assert parse_config(export_config(alone, nested=False, dtype="bfloat16")) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"kv_lora_rank": 0}, "kv_lora_rank"),
+        ({"kv_lora_rank": None}, "kv_lora_rank"),
+        ({"q_lora_rank": "8"}, "q_lora_rank"),
+        ({"v_head_dim": -1}, "v_head_dim"),
+        ({"qk_nope_head_dim": 0}, "qk_nope_head_dim"),
+        ({"qk_rope_head_dim": 5, "head_dim": 5}, "qk_rope_head_dim"),
+        ({"qk_head_dim": 11}, "qk_head_dim"),
+        ({"head_dim": 10}, "head_dim"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads"),
+        ({"rope_interleave": 1}, "rope_interleave"),
+        ({"n_group": 6}, "n_group"),  # one expert each
+        ({"n_group": 4}, "n_group"),
+        ({"topk_group": 4}, "topk_group"),
+        ({"topk_group": 1}, "num_experts_per_tok"),
+        ({"topk_method": "greedy"}, "topk_method"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, "mlp_layer_types"),
+    ],
+)
+def test_what_deepseek_v3_refuses(changes, name):
+    refused(family("deepseek_v3") | changes, name)
+
+
+@pytest.mark.parametrize(
+    "listed", [["dense"], ["sparse", "dense", "sparse"], ["dense", "sparse", 1], 3, [[], [], []]]
+)
+def test_layers_that_are_listed_must_begin_with_the_dense_ones(listed):
+    refused(family("glm4_moe_lite") | {"mlp_layer_types": listed}, "mlp_layer_types")
+
+
+def test_dense_layers_before_those_with_experts():
+    for dense, repeats in ((0, [3]), (2, [2, 1]), (3, [3]), (9, [3])):
+        config = parse_config(family("glm4_moe", first_k_dense_replace=dense))
+        assert [stack.repeats for stack in config.stacks] == repeats
+        assert [stack.experts is None for stack in config.stacks] == {
+            0: [False],
+            2: [True, False],
+        }.get(dense, [True])
+        assert config.repeats == repeats[-1]
+    slides = config_with_sliding_dense_layers()
+    assert [stack.arranged(slides.sliding).tolist() for stack in slides.stacks] == [
+        [[True], [False]],
+        [[True]],
+    ]
+    assert [slides.stack_of(member) for member in ("0", "1")] == list(slides.stacks)
+
+
+def config_with_sliding_dense_layers():
+    experts = parse_config(family("glm4_moe")).experts
+    config = parse_config(family("gemma3_text"))
+    return dataclasses.replace(config, experts=experts, dense_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"n_group": 4}, "n_group"),
+        ({"topk_group": 2}, "topk_group"),
+        ({"n_shared_experts": 0}, "n_shared_experts"),
+        ({"n_routed_experts": 1}, "n_routed_experts"),
+        ({"num_experts": 6}, "num_experts"),
+        ({"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": True}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob"),
+        ({"use_qk_norm": 1}, "use_qk_norm"),
+        ({"output_router_logits": True}, "output_router_logits"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+    ],
+)
+def test_what_glm_4_5_refuses(changes, name):
+    refused(family("glm4_moe") | changes, name)
+
+
 _LAYER_HEADS = {"head_dim": 32, "num_key_value_heads": 2}
 
 
@@ -880,7 +1014,7 @@ def test_layers_of_smollm3_without_rotary_positions():
     keys |= {"layer_types": [FULL] * 6, "num_hidden_layers": 6, "pretraining_tp": 2}
     config = parse_config(family("smollm3", no_rope_layers=[1, 1, 1, 0] * 9, **keys))
     assert config.unrotated_layers == (3,) and config.block == (FULL,)
-    assert config.second_rotary.tolist() == [[False]] * 3 + [[True]] + [[False]] * 2
+    assert config.second_rotary.tolist() == [False] * 3 + [True] + [False] * 2
     by_interval = family("smollm3", no_rope_layers=None, no_rope_layer_interval=4, **keys)
     assert parse_config(by_interval) == config
     others = dataclasses.replace(config, unrotated_layers=(0, 4))

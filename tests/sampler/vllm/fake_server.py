@@ -225,11 +225,16 @@ class FakeServer:
 
 
 def odd_experts(config, tokens):
-    """Name experts by the token and its place, as no router does: [batch, time, layers, chosen]."""
+    """Name experts by the token and its place, as no router does: [batch, time, layers, chosen].
+
+    Those of dense layers are 0, as vLLM writes them.
+    """
     tokens = np.asarray(tokens)
     rows = tokens + 3 * np.arange(tokens.shape[1])
     numbers = np.add.outer(np.arange(config.layers), np.arange(config.experts.chosen))
-    return ((rows[..., None, None] + numbers) % config.experts.number).astype(np.uint8)
+    named = ((rows[..., None, None] + numbers) % config.experts.number).astype(np.uint8)
+    named[:, :, : config.dense_layers] = 0
+    return named
 
 
 def in_base64(array):

@@ -6,6 +6,7 @@ import io
 import numpy as np
 import pytest
 
+from tests.model.families import config_of
 from tests.sampler.vllm.fake_server import in_base64
 from twinkle_jax.data import SamplingParams
 from twinkle_jax.sampler.requests import Stops
@@ -49,6 +50,20 @@ def test_their_type_has_a_number_that_no_expert_has(experts, dtype):
     routing = read(in_base64(EXPERTS), MODEL._replace(experts=experts))
     assert routing.dtype == dtype
     assert np.iinfo(dtype).max >= experts
+
+
+@pytest.mark.parametrize("written", [0, 7, -1])
+def test_of_dense_layers_nothing_is_read(written):
+    """vLLM writes 0 for all experts of these."""
+    experts = EXPERTS.copy()
+    experts[:, 0] = written
+    routing = read(in_base64(experts), MODEL._replace(dense=1))
+    np.testing.assert_array_equal(routing[:, 1], EXPERTS[:, 1])
+    assert not routing[:, 0].any()
+    with pytest.raises(ValueError, match=r"routed_experts.*, got "):
+        read(in_base64(experts[:, ::-1]), MODEL._replace(dense=1))
+    assert Routing.of(config_of("glm4_moe")) == Routing(3, 6, 2, dense=1)
+    assert Routing.of(config_of("qwen3_moe")) == Routing(2, 6, 2)
 
 
 def test_they_are_not_read_where_nobody_asks():

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from twinkle_jax.loss.token_logprobs import compute_capability, soft_capped
 from twinkle_jax.model.decoder.cache import KeyValues, WindowedKeyValues, write_token
-from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig
+from twinkle_jax.model.decoder.config import AttentionConfig, DecoderConfig, LatentConfig
 from twinkle_jax.model.decoder.layers import (
     RotaryTable,
     norm,
@@ -24,6 +24,7 @@ from twinkle_jax.model.decoder.layers import (
     rms_norm,
     rotate,
 )
+from twinkle_jax.model.decoder.lora import scaled
 from twinkle_jax.model.decoder.pages import PageTable, Places, finite_values, write_in_pages
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import multiply, rounded, traced_backend
@@ -148,12 +149,15 @@ class Heads(NamedTuple):
         new: keys, rotated, and values; None in a layer that reuses those of another one.
         gate: of the output, if there is one.
         sinks: a logit of each query head in the softmax, if there are any.
+        latents: of latent attention: the keys and values of one head for all queries, which a cache
+            holds in place of `new`; None: `new` are these, and attention is over them.
     """
 
     query: Float[Array, "batch time heads width"]
     new: tuple[Array, Array] | None
     gate: Float[Array, "tokens out"] | None
     sinks: Float[Array, " heads"] | None = None
+    latents: tuple[Array, Array] | None = None
 
 
 def project_heads(
@@ -163,9 +167,16 @@ def project_heads(
     kind: str,
     rotary: RotaryTable,
     batch: int,
+    *,
+    to_cache: bool,
 ) -> Heads:
-    """Project rows of activations to heads, normalise them and rotate queries and keys."""
+    """Project rows of activations to heads, normalise them and rotate queries and keys.
+
+    Queries of latent attention are those for a cache if they will attend `to_cache`.
+    """
     a = config.attention_of(kind)
+    if a.latent is not None:
+        return _latent_heads(x, weights, a, a.latent, rotary, batch, to_cache=to_cache)
 
     def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
         return y.reshape(batch, -1, count, y.shape[-1] // count)
@@ -201,15 +212,115 @@ def project_heads(
 
 def project_out(
     attended: Float[Array, "batch time heads width"],
-    gate: Float[Array, "tokens out"] | None,
+    heads: Heads,
     weights: Mapping[str, Any],
+    config: AttentionConfig,
 ) -> Float[Array, "tokens width"]:
     """Gate the heads' outputs, and project them back to the residual stream."""
-    batch, time, heads, width = attended.shape
-    y = attended.reshape(batch * time, heads * width)
-    if gate is not None:
-        y = rounded(y * rounded(jax.nn.sigmoid(gate)))
+    if config.latent is not None and heads.latents is None:
+        attended = _from_latents(attended, weights["kv_b_proj"], config)
+    batch, time, count, width = attended.shape
+    y = attended.reshape(batch * time, count * width)
+    if heads.gate is not None:
+        y = rounded(y * rounded(jax.nn.sigmoid(heads.gate)))
     return project(y, weights["o_proj"])
+
+
+# Latent attention. Whole rows have keys and values of each head, which take fewer operations. For a
+# cache each query goes through the matrix of its head's keys, and the output through that of its
+# values, so that all heads attend to the latent vectors themselves.
+
+_LATENT_EPSILON = 1e-6  # of their norms, in all checkpoints
+
+
+def _latent_heads(
+    x: Float[Array, "tokens width"],
+    weights: Mapping[str, Any],
+    a: AttentionConfig,
+    latent: LatentConfig,
+    rotary: RotaryTable,
+    batch: int,
+    *,
+    to_cache: bool,
+) -> Heads:
+    r"""Project rows to heads of latent attention.
+
+    $$q_h = [x Q_h,\ r(x Q'_h)], \quad c = n(x C), \quad k_h = [c K_h,\ r(x R)], \quad v_h = c V_h$$
+
+    with a norm $n$ and rotations $r$; $x$ in $q$ may be another normalised projection. For a cache
+    the queries are $[x Q_h K_h^	op,\ r(x Q'_h)]$, its keys $[c,\ r(x R)]$, and its values $c$.
+    """
+
+    def heads(y: Float[Array, "tokens out"], count: int) -> Float[Array, "batch time heads width"]:
+        return y.reshape(batch, -1, count, y.shape[-1] // count)
+
+    def normed(y: Float[Array, "tokens width"], name: str) -> Float[Array, "tokens width"]:
+        return rms_norm(y, weights[name]["scale"], epsilon=_LATENT_EPSILON)
+
+    turn = partial(rotate, table=rotary, interleaved=a.interleaved)
+    unrotated = a.head_dim - a.rotary_dim
+    if latent.query_width is None:
+        query = project(x, weights["q_proj"])
+    else:
+        query = normed(project(x, weights["q_a_proj"]), "q_a_layernorm")
+        query = project(query, weights["q_b_proj"])
+    query, turned = jnp.split(heads(query, a.query_heads), (unrotated,), axis=-1)
+    narrow, key = jnp.split(project(x, weights["kv_a_proj_with_mqa"]), (latent.width,), axis=-1)
+    narrow, key = normed(narrow, "kv_a_layernorm"), turn(heads(key, 1))
+    values = heads(narrow, 1)
+    latents = jnp.concatenate([values, key], axis=-1), values
+    if to_cache:
+        query = _to_latents(query, weights["kv_b_proj"], a)
+        return Heads(jnp.concatenate([query, turn(turned)], axis=-1), latents, None)
+    expanded = heads(project(narrow, weights["kv_b_proj"]), a.query_heads)
+    keys, values = jnp.split(expanded, (unrotated,), axis=-1)
+    key = jnp.broadcast_to(key, (*keys.shape[:-1], key.shape[-1]))
+    return Heads(
+        jnp.concatenate([query, turn(turned)], axis=-1),
+        (jnp.concatenate([keys, key], axis=-1), values),
+        None,
+        latents=latents,
+    )
+
+
+def _to_latents(
+    query: Float[Array, "batch time heads unrotated"],
+    weights: Mapping[str, Any],
+    a: AttentionConfig,
+) -> Float[Array, "batch time heads width"]:
+    """Multiply the queries of each head by its keys' matrix, and by what an adapter adds to it."""
+
+    def keys(matrix: Float[Array, "into out"]) -> Float[Array, "into heads unrotated"]:
+        by_head = matrix.reshape(len(matrix), a.query_heads, -1)
+        return rounded(by_head[..., : a.head_dim - a.rotary_dim], query.dtype)
+
+    to_width = partial(jnp.einsum, "bthn,whn->bthw")
+    y = multiply(to_width, query, keys(weights["kernel"]))
+    if "lora_A" not in weights:
+        return y
+    change = multiply(to_width, query, keys(weights["lora_B"]))
+    change = multiply(jnp.matmul, change, rounded(weights["lora_A"].T, query.dtype))
+    return rounded(y + scaled(change, weights))
+
+
+def _from_latents(
+    attended: Float[Array, "batch time heads width"],
+    weights: Mapping[str, Any],
+    a: AttentionConfig,
+) -> Float[Array, "batch time heads values"]:
+    """Multiply the outputs of each head by its values' matrix, and by what an adapter adds."""
+
+    def values(matrix: Float[Array, "into out"]) -> Float[Array, "into heads values"]:
+        by_head = matrix.reshape(len(matrix), a.query_heads, -1)
+        return rounded(by_head[..., a.head_dim - a.rotary_dim :], attended.dtype)
+
+    to_values = partial(jnp.einsum, "bthw,whv->bthv")
+    y = multiply(to_values, attended, values(weights["kernel"]))
+    if "lora_A" not in weights:
+        return y
+    change = multiply(jnp.matmul, attended, rounded(weights["lora_A"], attended.dtype))
+    change = multiply(to_values, change, values(weights["lora_B"]))
+    return rounded(y + scaled(change, weights))
 
 
 # Whole rows.
@@ -259,7 +370,12 @@ def attend_causally(
             )
 
     assert heads.new is not None
-    arrays = (heads.query, *heads.new, *(() if heads.sinks is None else (heads.sinks,)))
+    key, value = heads.new
+    missing = key.shape[-1] - value.shape[-1]
+    if missing and implementation != "xla":  # which take values that are as wide as keys
+        widened = jnp.pad(value, ((0, 0), (0, 0), (0, 0), (0, missing)))
+        return see(None, heads.query, key, widened)[..., : value.shape[-1]]
+    arrays = (heads.query, key, value, *(() if heads.sinks is None else (heads.sinks,)))
     if config.window is None or config.window.size >= heads.query.shape[1]:
         return see(None, *arrays)
     if isinstance(sliding, bool):
@@ -325,7 +441,7 @@ def _attend_rows(
         sinks = sinks.reshape(1, key.shape[2], -1, 1, 1)
     weights = attention_weights(logits, seen[:, None, None], config, query.dtype, sinks)
     attended = multiply(partial(jnp.einsum, "bghts,bsgw->btghw"), weights, value)
-    return attended.reshape(batch, time, heads, width)
+    return attended.reshape(batch, time, heads, value.shape[-1])
 
 
 def attention_weights(
@@ -401,8 +517,8 @@ def attend_more(
         config,
         None if heads.sinks is None else jnp.tile(heads.sinks.reshape(groups, -1), (1, time)),
     )
-    attended = attended.reshape(batch, groups, time, each, width).swapaxes(1, 2)
-    attended = attended.reshape(heads.query.shape)
+    attended = attended.reshape(batch, groups, time, each, -1).swapaxes(1, 2)
+    attended = attended.reshape(*heads.query.shape[:-1], values.shape[3])
     return attended, KeyValues(keys, values)
 
 
@@ -440,32 +556,37 @@ def attend_step(
         The layer's output, and the cache with the tokens in it.
     """
     batch, attention = y.shape[0], config.attention_of(kind)
-    heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch)
+    heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch, to_cache=True)
     first = first_seen(attention, length, sliding)
-    groups, width = attention.key_value_heads, attention.head_dim
+    groups = 1 if attention.latent is not None else attention.key_value_heads
+    query = heads.query.reshape(batch, groups, -1, heads.query.shape[-1])
     sinks = None if heads.sinks is None else heads.sinks.reshape(groups, -1)
     if tables:
         backend = backend_of(mesh)
         in_kernel = _page_kernel_fits(heads.query.dtype, cached, mesh)
         attend = partial(_attend_pages, config=attention, backend=backend, in_kernel=in_kernel)
         if mesh is not None:
-            split = None if groups % mesh.shape["tensor"] else "tensor"
+            tensor = mesh.shape["tensor"]
+            split = None if groups % tensor else "tensor"
+            # All heads of latent attention are one group.
+            by_query = "tensor" if split is None and query.shape[2] % tensor == 0 else None
             rows, row_heads = PartitionSpec(ROWS), PartitionSpec(ROWS, split)
+            queries = PartitionSpec(ROWS, split, by_query)
             stacks = PartitionSpec(None, ROWS, split)
             attend = jax.shard_map(
                 attend,
                 mesh=mesh,
                 in_specs=(
-                    *(row_heads, row_heads, stacks),
+                    *(queries, row_heads, stacks),
                     *(PartitionSpec(),) * 2,
                     *(rows,) * 3,
-                    PartitionSpec(split),
+                    PartitionSpec(split, by_query),
                 ),
-                out_specs=(row_heads, stacks),
+                out_specs=(queries, stacks),
                 check_vma=False,
             )
         attended, cached = attend(
-            heads.query.reshape(batch, groups, -1, width),
+            query,
             None if heads.new is None else (heads.new[0][:, 0], heads.new[1][:, 0]),
             cached,
             repeat,
@@ -475,8 +596,8 @@ def attend_step(
             first,
             sinks,
         )
-        attended = attended.reshape(batch, 1, -1, width)
-        return project_out(attended, heads.gate, weights["self_attn"]), cached
+        attended = attended.reshape(batch, 1, -1, attended.shape[-1])
+        return project_out(attended, heads, weights["self_attn"], attention), cached
     keys, values = cached
     if heads.new is not None:
         keys = write_token(keys, heads.new[0][:, 0], repeat, length, axis=4, mesh=mesh)
@@ -488,7 +609,7 @@ def attend_step(
         KeyValues(keys, values),
     )
     attended = _attend_cache(
-        heads.query.reshape(batch, groups, -1, width),
+        query,
         layer.keys,
         layer.values,
         length[:, None],
@@ -496,8 +617,8 @@ def attend_step(
         attention,
         sinks,
     )
-    attended = attended.reshape(batch, 1, -1, width)
-    return project_out(attended, heads.gate, weights["self_attn"]), KeyValues(keys, values)
+    attended = attended.reshape(batch, 1, -1, attended.shape[-1])
+    return project_out(attended, heads, weights["self_attn"], attention), KeyValues(keys, values)
 
 
 def _attend_pages(
@@ -658,7 +779,7 @@ def _attend_to_pages(
         summed = summed * jnp.exp(largest - part.of_rows(most, 0))
         total += part.total(jnp.where(is_broken, 0, summed), rows)
     total = jnp.where(total > 0, total, 1)
-    attended = jnp.zeros(query.shape, wide)
+    attended = jnp.zeros((*query.shape[:-1], cached.values.shape[-1]), wide)
     for part, z, is_broken, values in zip(parts, logits, broken, layer(cached.values), strict=True):
         weights = jnp.exp(z - part.of_rows(most, 0)[..., None])
         weights = weights / part.of_rows(total, 1)[..., None]

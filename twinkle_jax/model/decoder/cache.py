@@ -215,8 +215,16 @@ def stack_layers(cache: Cache) -> Cache:
     """Undo `unstack_layers`."""
     if not isinstance(cache.layers, tuple):
         return cache
-    layers = jax.tree.map(lambda *repeats: jnp.concatenate(repeats), *cache.layers)
-    return cache._replace(layers=layers)
+
+    parts: dict[str, list[LayerState]] = {}
+    for layers in cache.layers:
+        for member, state in layers.items():
+            parts.setdefault(member, []).append(state)
+    stacked = {
+        member: jax.tree.map(lambda *repeats: jnp.concatenate(repeats), *states)
+        for member, states in parts.items()
+    }
+    return cache._replace(layers=stacked)
 
 
 def take_rows(cache: Cache, rows: Int[Array, " rows"]) -> Cache:

@@ -59,6 +59,7 @@ class YarnScaling:
         truncate: whether both ends of that range are widened to the next whole pair.
         query_growth: of Ministral 3: queries are multiplied by 1 + query_growth * log(1 + n) from n
             times the original length on.
+        logit_factor: of latent attention: attention logits are multiplied by it.
     """
 
     factor: float
@@ -68,6 +69,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     truncate: bool = True
     query_growth: float = 0.0
+    logit_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,28 @@ class Window:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention: one narrow vector of a token gives keys and values to all heads.
+
+    Only the last entries of a head rotate, and all heads have the same rotated keys. A cache holds
+    the narrow vector and these.
+
+    Attributes:
+        width: of that vector.
+        query_width: of another one, which queries are projected from; None: they are projected from
+            the residual stream.
+        value_dim: width of the values of one head.
+
+    References:
+        [DeepSeek-V2](https://arxiv.org/abs/2405.04434) (2024)
+    """
+
+    width: int
+    query_width: int | None
+    value_dim: int
+
+
+@dataclass(frozen=True)
 class AttentionConfig:
     """Softmax attention with grouped heads and rotary positions.
 
@@ -148,6 +172,8 @@ class AttentionConfig:
         output_gate: whether a sigmoid gate, the second half of each query head's projection,
             multiplies the attention output.
         sinks: whether each query head has a sink: a trained logit in the softmax, without a value.
+        latent: of latent attention, whose last `rotary_dim` entries of a head are rotated; None for
+            keys and values that are projected from the residual stream.
     """
 
     query_heads: int
@@ -171,13 +197,16 @@ class AttentionConfig:
     value_norm: bool = False
     window: Window | None = None
     sinks: bool = False
+    latent: LatentConfig | None = None
 
     @property
     def scale(self) -> float:
         """Factor on the products of queries and keys."""
         if self.multiplier is not None:
             return self.multiplier
-        return 1 / math.sqrt(self.query_width or self.head_dim)
+        scaling = self.rope_scaling
+        sharper = scaling.logit_factor if isinstance(scaling, YarnScaling) else 1.0
+        return sharper / math.sqrt(self.query_width or self.head_dim)
 
     @property
     def longest_row(self) -> int | None:
@@ -229,6 +258,13 @@ class ExpertsConfig:
             router reads the residual stream, and weights have a factor for each expert.
         swiglu_limit: bound of gate and up in the experts of GPT-OSS. These and their router have
             biases, and gate and up alternate in the outputs. None for other experts.
+        corrected: whether scores are sigmoids, and experts are chosen by the sums of these and of
+            corrections, which are not trained, and weighted without them. The shared expert then
+            has no gate.
+        scaling: weights of the chosen experts are multiplied by it.
+        groups: so many groups of neighbouring experts; those with corrections are chosen out of
+            `chosen_groups` of them, which have the largest sums of their two largest scores.
+        chosen_groups: see `groups`.
     """
 
     number: int
@@ -238,6 +274,10 @@ class ExpertsConfig:
     shared_width: int | None = None
     beside_dense: bool = False
     swiglu_limit: float | None = None
+    corrected: bool = False
+    scaling: float = 1.0
+    groups: int = 1
+    chosen_groups: int = 1
 
     @property
     def index_dtype(self) -> np.dtype[Any]:
@@ -254,6 +294,7 @@ class LayerStack(NamedTuple):
         first_layer: number of its first layer.
         first_member: number of its first member, which follows those of the stack before.
         reuses: whether its layers attend to the keys and values of earlier ones.
+        experts: of its feed-forward layers; None: these are dense alone.
     """
 
     block: tuple[str, ...]
@@ -261,6 +302,7 @@ class LayerStack(NamedTuple):
     first_layer: int
     first_member: int
     reuses: bool
+    experts: ExpertsConfig | None
 
     @property
     def members(self) -> tuple[tuple[str, str], ...]:
@@ -271,6 +313,10 @@ class LayerStack(NamedTuple):
     def layers(self) -> slice:
         """Where its layers are among all layers."""
         return slice(self.first_layer, self.first_layer + self.repeats * len(self.block))
+
+    def arranged(self, of_layers: np.ndarray) -> np.ndarray:
+        """Take the entries of its layers, in the shape [repeats, members of the block]."""
+        return of_layers[self.layers].reshape(self.repeats, len(self.block))
 
 
 @dataclass(frozen=True)
@@ -298,6 +344,7 @@ class DecoderConfig:
         unrotated_layers: numbers of the full layers without rotary positions, counted from 0.
         delta_net: the mixer of the linear layers; None if there are none.
         experts: the experts of the feed-forward layers; None: these are dense alone.
+        dense_layers: how many of the first layers have none although the others have.
         norm_epsilon: added to the mean square before the square root.
         centred_norms: whether norms multiply by 1 + weight (and weights start at 0), in float32.
         float32_norms: whether norms multiply by their weight in float32 and round afterwards.
@@ -327,6 +374,7 @@ class DecoderConfig:
     token_width: int | None = None
     delta_net: DeltaNetConfig | None = None
     experts: ExpertsConfig | None = None
+    dense_layers: int = 0
     unrotated_layers: tuple[int, ...] = ()
     norm_epsilon: float = 1e-6
     centred_norms: bool = False
@@ -349,12 +397,12 @@ class DecoderConfig:
 
     @functools.cached_property
     def stacks(self) -> tuple[LayerStack, ...]:
-        """Layers with keys and values of their own, and those that reuse them, if there are any.
+        """Dense layers before those with experts, these, and layers that reuse keys and values.
 
-        Layer `first_layer + i` of a stack is member `i % len(block)` of repetition
-        `i // len(block)`, where the block is the shortest sequence of kinds that is repeated.
-        Sliding layers count as full ones where their parameters are the same: which layers slide is
-        data of the scan.
+        Most families have one stack, in which all layers have experts, or none has. Layer
+        `first_layer + i` of a stack is member `i % len(block)` of repetition `i // len(block)`,
+        where the block is the shortest sequence of kinds that is repeated. Sliding layers count as
+        full ones where their parameters are the same: which layers slide is data of the scan.
         """
         kinds = self.layer_kinds
         if self.full_attention is None:
@@ -362,27 +410,34 @@ class DecoderConfig:
         own = self.layers - self.reusing_layers
         if own < 1:
             raise ValueError("layer_kinds must name at least one layer, got ()")
-        block = _shortest_block(kinds[:own])
-        stacks = (LayerStack(block, own // len(block), 0, 0, reuses=False),)
-        if not self.reusing_layers:
-            return stacks
-        reusing = _shortest_block(kinds[own:])
-        repeats = self.reusing_layers // len(reusing)
-        return *stacks, LayerStack(reusing, repeats, own, len(block), reuses=True)
+        dense = min(self.dense_layers, own)
+        stacks: list[LayerStack] = []
+        layer = member = 0
+        for count, reuses, experts in (
+            (dense, False, None),
+            (own - dense, False, self.experts),
+            (self.reusing_layers, True, self.experts),
+        ):
+            if not count:
+                continue
+            block = _shortest_block(kinds[layer : layer + count])
+            stacks.append(LayerStack(block, count // len(block), layer, member, reuses, experts))
+            layer, member = layer + count, member + len(block)
+        return tuple(stacks)
 
     @property
     def block(self) -> tuple[str, ...]:
-        """The kinds of the layers with keys and values of their own, as `stacks` repeats them."""
-        return self.stacks[0].block
+        """The kinds of the members with keys and values of their own, of all `stacks`."""
+        return tuple(kind for stack in self.stacks if not stack.reuses for kind in stack.block)
 
     @property
     def repeats(self) -> int:
-        """How often the block is repeated."""
-        return self.stacks[0].repeats
+        """How often the last stack of such members is repeated."""
+        return [stack for stack in self.stacks if not stack.reuses][-1].repeats
 
     def stack_of(self, member: str) -> LayerStack:
         """Return the stack of a member, by its name in the tree of parameters."""
-        return self.stacks[-1 if int(member) >= len(self.block) else 0]
+        return [stack for stack in self.stacks if stack.first_member <= int(member)][-1]
 
     def source_of(self, kind: str) -> str:
         """Return the member whose last repetition has the keys and values that a kind reuses."""
@@ -407,22 +462,21 @@ class DecoderConfig:
 
     @property
     def sliding(self) -> np.ndarray:
-        """Which layers slide, as booleans of the shape [repeats, members of the block]."""
+        """Which layers slide, as a boolean for each."""
         slides = [kind == SLIDING for kind in self.layer_kinds]
         if any(slides) and self.attention.window is None:
             raise ValueError(
                 "window must be given where there are sliding_attention layers, got None"
             )
-        return np.array(slides)[self.stacks[0].layers].reshape(self.repeats, -1)
+        return np.array(slides)
 
     @property
     def second_rotary(self) -> np.ndarray:
-        """Which layers take the second of the rotary tables, in the shape of `sliding`.
+        """Which layers take the second of the rotary tables, as a boolean for each.
 
         Sliding layers do, or those without rotary positions.
         """
-        unrotated = np.isin(np.arange(self.layers), self.unrotated_layers)
-        return self.sliding | unrotated[self.stacks[0].layers].reshape(self.repeats, -1)
+        return self.sliding | np.isin(np.arange(self.layers), self.unrotated_layers)
 
 
 def _shortest_block(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -453,7 +507,7 @@ class Family:
         fixed_bias: whether queries, keys and values always have a bias; otherwise `attention_bias`
             says it.
         output_bias: whether the output projection has one if they do.
-        qk_norm: whether queries and keys are normalised.
+        qk_norm: whether queries and keys are normalised; None: `use_qk_norm` says it.
         joint_qk_norm: whether that norm is over all heads together.
         output_gate: whether attention has an output gate.
         value_norm: whether values are normalised.
@@ -476,7 +530,11 @@ class Family:
             `enable_moe_block` is true.
         clamped_experts: whether feed-forward layers consist of experts with `swiglu_limit`, which
             checkpoints may store in MXFP4.
+        corrected_experts: whether feed-forward layers, but for the first `first_k_dense_replace`,
+            consist of experts that are chosen by scores with corrections, and a shared one.
+        expert_layers: a key that also says, layer by layer, which of them are dense.
         sinks: whether attention has sinks.
+        latent: whether attention is latent; its keys are `kv_lora_rank` and those of the widths.
         window_keys: whether there are keys for sliding windows, which no layer may use.
         window_pattern: default pattern: of so many layers the last is full and the others slide;
             None: no layer slides.
@@ -504,14 +562,15 @@ class Family:
         defaults: values of missing keys, where transformers' defaults differ for this family.
         other_keys: keys that no other family has, and the values with which they change nothing.
         enclosing: `model_type` of a configuration that holds this one as its `text_config`.
-        carried: prefixes of the enclosing model's tensors, which are copied unchanged.
+        carried: prefixes of tensors of the enclosing model, or for further tokens, which are copied
+            unchanged; `{layers}` stands for the number of layers.
     """
 
     architecture: str
     head_dim: int | None = None
     fixed_bias: bool = False
     output_bias: bool = True
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     joint_qk_norm: bool = False
     output_gate: bool = False
     value_norm: bool = False
@@ -528,7 +587,10 @@ class Family:
     shared_expert: bool = False
     added_experts: bool = False
     clamped_experts: bool = False
+    corrected_experts: bool = False
+    expert_layers: str | None = None
     sinks: bool = False
+    latent: bool = False
     window_keys: bool = False
     window_pattern: int | None = None
     sliding_keys: tuple[str, ...] = ("sliding_window",)
@@ -614,6 +676,24 @@ _GLM = Family(
 _PHI3_CODE = {
     "AutoConfig": "configuration_phi3.Phi3Config",
     "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
+}
+_LATENT_MIXTURE = {
+    "n_shared_experts": 1,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "norm_topk_prob": True,
+}
+_LATENT_MIXTURE_KEYS: dict[str, tuple[Any, ...]] = {
+    "output_router_logits": (False,),
+    "topk_method": ("noaux_tc",),
+    "scoring_func": ("sigmoid",),
+    "moe_layer_freq": (1,),
+    "pretraining_tp": (1,),
+}
+_DEEPSEEK_CODE = {
+    "AutoConfig": "configuration_deepseek.DeepseekV3Config",
+    "AutoModel": "modeling_deepseek.DeepseekV3Model",
+    "AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM",
 }
 _TOWER = (  # of images, beside a text model
     "model.vision_tower.",
@@ -716,6 +796,98 @@ FAMILIES: dict[str, Family] = {
             "pre_feedforward_layernorm": "post_attention_layernorm",
             "post_feedforward_layernorm": "post_mlp_layernorm",
         },
+    ),
+    "youtu": Family(
+        "YoutuForCausalLM",
+        latent=True,
+        defaults={
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "glm4_moe": Family(
+        "Glm4MoeForCausalLM",
+        output_bias=False,
+        qk_norm=None,
+        corrected_experts=True,
+        rotary_part=0.5,
+        defaults={
+            "vocab_size": 151_552,
+            "hidden_size": 4096,
+            "intermediate_size": 10_944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131_072,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        other_keys={"output_router_logits": (False,)},
+        carried=("model.layers.{layers}.",),
+    ),
+    "glm4_moe_lite": Family(
+        "Glm4MoeLiteForCausalLM",
+        latent=True,
+        corrected_experts=True,
+        expert_layers="mlp_layer_types",
+        defaults={
+            **_LATENT_MIXTURE,
+            "vocab_size": 154_880,
+            "hidden_size": 2048,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 47,
+            "num_attention_heads": 20,
+            "rms_norm_eps": 1e-5,
+            "q_lora_rank": 768,
+            "v_head_dim": 256,
+            "qk_nope_head_dim": 192,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.8,
+        },
+        other_keys=_LATENT_MIXTURE_KEYS,
+        carried=("model.layers.{layers}.",),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        latent=True,
+        corrected_experts=True,
+        defaults={
+            **_LATENT_MIXTURE,
+            "vocab_size": 129_280,
+            "hidden_size": 7168,
+            "intermediate_size": 18_432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "q_lora_rank": 1536,
+            "v_head_dim": 128,
+            "qk_nope_head_dim": 128,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        other_keys=_LATENT_MIXTURE_KEYS | {"auto_map": (None, _DEEPSEEK_CODE)},
+        carried=("model.layers.{layers}.",),
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",

@@ -29,6 +29,7 @@ from twinkle_jax.model.decoder.layers import (
     embed_for_layers,
     final_norm,
     input_norm,
+    layer_flags,
     of_stack,
     rotary_tables,
     table_of,
@@ -230,7 +231,7 @@ def decode_step(
             weights = members[name]
             y = input_norm(config, x, weights, "input_layernorm")
             held = config.source_of(kind) if stack.reuses else name
-            place = places[int(held)]
+            place = places[int(held) - config.stack_of(held).first_member]
             if kind == LINEAR:
                 mixed, layers[held] = linear_step(config, y, weights, layers[held], place, active)
             else:
@@ -254,7 +255,7 @@ def decode_step(
             x = add_mixed(config, x, mixed, weights)
             experts = None if number is None else (params["layers"][name], number)
             token = None if read is None else read[:, member]
-            x, routing = feed_forward(config, x, weights, mesh, experts, token=token)
+            x, routing = feed_forward(config, stack.experts, x, weights, mesh, experts, token=token)
             chosen.append(routing)
         return x, layers, None if cache.routing is None else jnp.stack(chosen, axis=1)
 
@@ -275,36 +276,36 @@ def decode_step(
     with tracing_for(backend_of(mesh), dtype, mesh):
         known = jnp.where(active, tokens, 0)
         x = embed(config, embedding, known, dtype)
-        read = flags = None
+        read = None
         if config.token_width is not None:
             read = embed_for_layers(params, config, x, known)
-        if not config.slide_by_kind:
-            flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
         length, chosen = cache.length + active.astype(jnp.int32), []
         if isinstance(cache.layers, tuple):
             weights, states = unstack_layers(params)["layers"], [*cache.layers]
             first = jnp.zeros(len(config.block), jnp.int32)
             for stack in config.stacks:
-                rest = flags, None, None if read is None else of_stack(stack, read)
+                read_here = None if read is None else of_stack(stack, read)
+                rest = layer_flags(config, stack), None, read_here
                 for repeat in range(stack.repeats):
                     xs = _item(weights[repeat], 0), *_item(rest, repeat)
                     held = -1 if stack.reuses else repeat
                     x, states[held], experts = block(stack, x, states[held], first, xs)
                     chosen.append(experts)
             return finish(x, tuple(states), chosen)
-        layers, places = cache.layers, _places_in_stacks(config, cache)
-        for stack in config.stacks:
+        layers, own = cache.layers, [stack for stack in config.stacks if not stack.reuses]
+        places = [_places_in_stack(config, stack, cache) for stack in own]
+        for i, stack in enumerate(config.stacks):
             xs = (
                 {name: params["layers"][name] for name, _ in stack.members},
-                flags,
+                layer_flags(config, stack),
                 jnp.arange(stack.repeats, dtype=jnp.int32),
                 None if read is None else of_stack(stack, read),
             )
             if stack.reuses:
-                x, experts = jax.lax.scan(partial(reuse, stack, layers, places[-1]), x, xs)
+                x, experts = jax.lax.scan(partial(reuse, stack, layers, places[-1][-1]), x, xs)
             else:
                 (x, layers), experts = jax.lax.scan(
-                    partial(write, stack), (x, layers), (places, xs)
+                    partial(write, stack), (x, layers), (places[i], xs)
                 )
             if experts is not None:  # [repeats, batch, members, chosen]
                 experts = jnp.moveaxis(experts, 0, 1)
@@ -317,11 +318,13 @@ def _item(tree: Any, index: int) -> Any:
     return jax.tree.map(lambda x: x[index], tree)
 
 
-def _places_in_stacks(config: DecoderConfig, cache: Cache) -> Int[Array, "repeats members"]:
-    """Return the place of each layer in the stack that its keys and values or state lie in."""
-    places = np.broadcast_to(np.arange(config.repeats)[:, None], config.sliding.shape)
-    if cache.window_pages is not None:  # sliding layers have a stack of their own
-        slides = config.sliding
+def _places_in_stack(
+    config: DecoderConfig, stack: LayerStack, cache: Cache
+) -> Int[Array, "repeats members"]:
+    """Return the place of each layer in the arrays that its keys and values or state lie in."""
+    slides = stack.arranged(config.sliding)
+    places = np.broadcast_to(np.arange(stack.repeats)[:, None], slides.shape)
+    if cache.window_pages is not None:  # sliding layers have arrays of their own
         places = np.where(slides, np.cumsum(slides, axis=0), np.cumsum(~slides, axis=0)) - 1
     return jnp.asarray(places, jnp.int32)
 

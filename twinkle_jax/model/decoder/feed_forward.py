@@ -24,7 +24,7 @@ from twinkle_jax.model.decoder.layers import (
     project_all,
     rms_norm,
 )
-from twinkle_jax.model.decoder.parameters import EXPERTS, Params
+from twinkle_jax.model.decoder.parameters import CORRECTION, EXPERTS, Params
 from twinkle_jax.model.decoder.precision import (
     matmul,
     rounded,
@@ -57,6 +57,7 @@ _AddUp = Callable[[Array, _Routed, _Experts], Array]
 
 def feed_forward(
     config: DecoderConfig,
+    experts: ExpertsConfig | None,
     x: Float[Array, "tokens width"],
     weights: Params,
     mesh: Mesh | None = None,
@@ -68,6 +69,7 @@ def feed_forward(
 
     Args:
         config: the decoder.
+        experts: of the layer; None if it is dense alone.
         x: rows of the residual stream.
         weights: of the layer.
         mesh: devices that experts are spread over; None for one.
@@ -77,20 +79,23 @@ def feed_forward(
         token: what this layer reads of each token besides the residual stream.
 
     Returns:
-        The residual stream, and the experts that each token went through; None without experts.
+        The residual stream, and the experts that each token went through: 0 in dense layers, None
+        in a decoder without experts.
     """
     # Without output norms, "post_attention" names the norm of the feed-forward's input.
     name = "pre_feedforward" if config.output_norms else "post_attention"
     y = input_norm(config, x, weights, f"{name}_layernorm")
     chosen = None
-    if config.experts is None:
+    if experts is None:
         y = _gated(config, y, weights["mlp"])
-    elif config.experts.beside_dense:
+        if config.experts is not None:
+            chosen = jnp.zeros((len(x), config.experts.chosen), jnp.int32)
+    elif experts.beside_dense:
         y = norm(config, _gated(config, y, weights["mlp"]), weights["post_feedforward_layernorm_1"])
-        mixed, chosen = _add_experts(config, config.experts, x, weights, mesh, stack, routing)
+        mixed, chosen = _add_experts(config, experts, x, weights, mesh, stack, routing)
         y = rounded(y + mixed)
     else:
-        y, chosen = _mix_experts(config, config.experts, y, weights["mlp"], mesh, stack, routing)
+        y, chosen = _mix_experts(config, experts, y, weights["mlp"], mesh, stack, routing)
     if config.output_norms:
         y = norm(config, y, weights["post_feedforward_layernorm"])
     return layer_output(config, add(config, x, y), weights, token), chosen
@@ -118,7 +123,12 @@ def _mix_experts(
     p = \text{softmax}(x R)$$
 
     where $w$ are the chosen entries of $p$, divided by their sum in some families. With a routing,
-    the experts are those that it names, and their weights are the router's still.
+    the experts are those that it names, and their weights are the router's still. Experts with
+    corrections $b$ have
+
+    $$y = \sum_{e \in \text{top-}k(p + b)} w_e \, f_e(x) + f_s(x), \qquad p = \sigma(x R)$$
+
+    in some families out of the groups with the largest sums of two $p + b$.
     """
     router = "gate" if experts.swiglu_limit is None else "router"
     routed = _route(x, weights[router], experts, routing)
@@ -127,6 +137,8 @@ def _mix_experts(
     y = _apply_experts(config, experts, x, routed, weights, mesh, stack)
     if experts.shared_width is None:
         return y, routed.chosen
+    if experts.corrected:
+        return rounded(y + _gated(config, x, weights["shared_experts"])), routed.chosen
     gate = rounded(jax.nn.sigmoid(project(x, weights["shared_expert_gate"])))
     shared = _gated(config, x, weights["shared_expert"])
     shared = rounded(spread(gate, shared.shape, shared.dtype) * shared)
@@ -210,7 +222,13 @@ def _route(
     routing: Int[Array, "tokens chosen"] | None = None,
 ) -> _Routed:
     """Choose the experts of each token, or take those that are named for it."""
-    routed = _choose(project(x, router), experts, routing)
+    if experts.corrected:  # in float32 from here on
+        wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+        kernel = rounded(router["kernel"], x.dtype)
+        logits = jnp.matmul(x, kernel, preferred_element_type=wide)
+        routed = _choose(logits, experts, routing, router[CORRECTION])
+    else:
+        routed = _choose(project(x, router), experts, routing)
     return routed._replace(share=rounded(routed.share, x.dtype))
 
 
@@ -218,19 +236,42 @@ def _choose(
     logits: Float[Array, "tokens experts"],
     experts: ExpertsConfig,
     routing: Int[Array, "tokens chosen"] | None,
+    correction: Float[Array, " experts"] | None = None,
 ) -> _Routed:
     """Choose experts by the router's logits, or take those that are named, in float32."""
     wide = jnp.float64 if logits.dtype == jnp.float64 else jnp.float32
-    probabilities = jax.nn.softmax(logits.astype(wide), axis=-1)
-    share, chosen = jax.lax.top_k(probabilities, experts.chosen)
+    if correction is None:
+        scores = jax.nn.softmax(logits.astype(wide), axis=-1)
+        share, chosen = jax.lax.top_k(scores, experts.chosen)
+    else:
+        scores = jax.nn.sigmoid(logits.astype(wide))
+        corrected = scores + correction.astype(wide)[None]
+        _, chosen = jax.lax.top_k(_of_chosen_groups(corrected, experts), experts.chosen)
+        share = jnp.take_along_axis(scores, chosen, axis=-1)
     if routing is not None:
         named = routing.astype(jnp.int32)
         is_known = jnp.all((named >= 0) & (named < experts.number), axis=-1, keepdims=True)
         chosen = jnp.where(is_known, named, chosen)
-        share = jnp.take_along_axis(probabilities, chosen, axis=-1)
+        share = jnp.take_along_axis(scores, chosen, axis=-1)
     if experts.normalised:
-        share = share / jnp.sum(share, axis=-1, keepdims=True)
+        total = jnp.sum(share, axis=-1, keepdims=True)
+        share = share / (total if correction is None else total + 1e-20)  # sigmoids may all be 0
+    if experts.scaling != 1:
+        share = share * experts.scaling
     return _Routed(share, chosen)
+
+
+def _of_chosen_groups(
+    scores: Float[Array, "tokens experts"], experts: ExpertsConfig
+) -> Float[Array, "tokens experts"]:
+    """Replace the scores of experts by -inf in the groups that a token does not choose."""
+    if experts.chosen_groups == experts.groups:
+        return scores
+    by_group = scores.reshape(len(scores), experts.groups, -1)
+    totals = jnp.sum(jax.lax.top_k(by_group, 2)[0], axis=-1)
+    _, groups = jax.lax.top_k(totals, experts.chosen_groups)
+    is_chosen = jnp.any(jax.nn.one_hot(groups, experts.groups, dtype=bool), axis=1)
+    return jnp.where(is_chosen[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def _on_devices(add_up: _AddUp, experts: ExpertsConfig, mesh: Mesh) -> _AddUp:

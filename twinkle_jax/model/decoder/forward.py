@@ -27,7 +27,13 @@ from twinkle_jax.model.decoder.attention import (
     project_out,
 )
 from twinkle_jax.model.decoder.cache import Cache
-from twinkle_jax.model.decoder.config import LINEAR, SLIDING, DecoderConfig, LayerStack
+from twinkle_jax.model.decoder.config import (
+    LINEAR,
+    SLIDING,
+    DecoderConfig,
+    ExpertsConfig,
+    LayerStack,
+)
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.feed_forward import feed_forward
 from twinkle_jax.model.decoder.layers import (
@@ -37,6 +43,7 @@ from twinkle_jax.model.decoder.layers import (
     embed_for_layers,
     final_norm,
     input_norm,
+    layer_flags,
     of_stack,
     output_logits,
     rotary_tables,
@@ -160,7 +167,8 @@ def hidden_states(
         routing: of a mixture of experts, the numbers of the experts that each token goes through in
             each layer, such as a server chose when it drew the token. Their weights are the
             router's, and its gradients flow through these. A number that no expert has leaves the
-            choice for this token and layer to the router, as None does for all.
+            choice for this token and layer to the router, as None does for all. Those of dense
+            layers before the others are ignored.
         compute_dtype: type of activations; by default that of the embedding. Norms, softmax and
             the state of linear layers are float32 in any case.
         attention: `"xla"`, `"cudnn"` or `"splash"`; by default what
@@ -224,7 +232,10 @@ def run_rows(
     keep_routing: bool = False,
     **options: Any,
 ) -> tuple[Float[Array, "batch time width"], Int[Array, "batch time layers chosen"] | None]:
-    """Like `hidden_states`; also return the experts of each token, 0 at padding, if asked to."""
+    """Like `hidden_states`; also return the experts of each token, if asked to.
+
+    They are 0 at padding and in dense layers.
+    """
     inputs = decoder_inputs(config, tokens, mask, positions, segment_ids)
     if routing is not None:
         _check_routing(config, tokens, routing)
@@ -296,6 +307,7 @@ def run(
 
     def layer(
         kind: str,
+        experts: ExpertsConfig | None,
         x: Array,
         weights: Params,
         flags: tuple[Array, Array] | None,
@@ -320,11 +332,23 @@ def run(
                 implementation=implementations[kind],
                 mesh=attention_mesh,
             )
-            return attended, heads.new
+            return attended, heads.new if heads.latents is None else heads.latents
 
         x = keep_rows(x, mesh)
         x, state, chosen = _layer(
-            config, kind, x, weights, second, inputs, attend, state, experts_mesh, routing, token
+            config,
+            kind,
+            experts,
+            x,
+            weights,
+            second,
+            inputs,
+            attend,
+            cache is not None,
+            state,
+            experts_mesh,
+            routing,
+            token,
         )
         if keep_routing:
             assert config.experts is not None
@@ -334,15 +358,16 @@ def run(
     if remat:
         # prevent_cse is not needed inside a scan, and costs optimisations.
         policy = None if remat is True else remat
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0,))
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
 
     def block(
         stack: LayerStack, reused: Mapping[str, Any], x: Array, xs: tuple[Any, ...]
     ) -> tuple[Array, tuple[dict[str, Any] | None, Array | None]]:
-        (members, flags, cached, routing, tokens), states, experts = xs, {}, []
+        (members, flags, cached, routing, tokens), states, numbers = xs, {}, []
         for member, (name, kind) in enumerate(stack.members):
             x, states[name], chosen = layer(
                 kind,
+                stack.experts,
                 x,
                 members[name],
                 None if flags is None else (flags[0][member], flags[1][member]),
@@ -350,29 +375,28 @@ def run(
                 None if routing is None else routing[:, member],
                 None if tokens is None else tokens[:, member],
             )
-            experts.append(chosen)
+            numbers.append(chosen)
         keeps = not stack.reuses and (keep_state or config.reusing_layers > 0)
-        kept = jnp.stack(experts, axis=1) if keep_routing else None
+        kept = jnp.stack(numbers, axis=1) if keep_routing else None
         return x, (states if keeps else None, kept)
 
     rows = inputs.tokens.shape
     with tracing_for(backend, dtype, attention_mesh):
         x = embed(config, embedding, inputs.tokens, dtype, mesh)
-        tokens = routing = flags = None
+        tokens = routing = None
         if config.token_width is not None:
             tokens = embed_for_layers(params, config, x, inputs.tokens, mesh)
         if inputs.routing is not None:
             routing = keep_rows(inputs.routing.reshape(-1, *inputs.routing.shape[2:]), mesh)
-        if not config.slide_by_kind:
-            flags = jnp.asarray(config.sliding), jnp.asarray(config.second_rotary)
         x = keep_rows(x.reshape(-1, config.hidden_size), mesh)
+        held: Any = {} if cache is None else cache.layers
         states: dict[str, Any] = {}
         chosen = []
         for stack in config.stacks:
             xs = (
                 {name: params["layers"][name] for name, _ in stack.members},
-                flags,
-                {} if cache is None or stack.reuses else cache.layers,
+                layer_flags(config, stack),
+                {name: held[name] for name, _ in stack.members if name in held},
                 None if routing is None else of_stack(stack, routing),
                 None if tokens is None else of_stack(stack, tokens),
             )
@@ -396,11 +420,13 @@ def run(
 def _layer(
     config: DecoderConfig,
     kind: str,
+    experts: ExpertsConfig | None,
     x: Float[Array, "tokens width"],
     weights: Params,
     second: Bool[Array, ""] | bool,
     inputs: DecoderInputs,
     attend: Callable[[Heads], tuple[Array, Any]],
+    to_cache: bool,
     state: Any,
     mesh: Mesh | None,
     routing: Int[Array, "tokens chosen"] | None,
@@ -411,9 +437,11 @@ def _layer(
     if kind != LINEAR:
         batch = inputs.tokens.shape[0]
         rotary = table_of(inputs.rotary, second)
-        heads = project_heads(y, weights["self_attn"], config, kind, rotary, batch)
+        heads = project_heads(
+            y, weights["self_attn"], config, kind, rotary, batch, to_cache=to_cache
+        )
         attended, state = attend(heads)
-        mixed = project_out(attended, heads.gate, weights["self_attn"])
+        mixed = project_out(attended, heads, weights["self_attn"], config.attention_of(kind))
     else:
         assert config.delta_net is not None
         mixed, state = delta_net(
@@ -426,7 +454,7 @@ def _layer(
             epsilon=config.norm_epsilon,
         )
     x = add_mixed(config, x, mixed, weights)
-    x, chosen = feed_forward(config, x, weights, mesh, routing=routing, token=token)
+    x, chosen = feed_forward(config, experts, x, weights, mesh, routing=routing, token=token)
     return x, state, chosen
 
 

@@ -174,6 +174,17 @@ def of_stack(
     return jnp.moveaxis(x[:, stack.layers].reshape(shape), 1, 0)
 
 
+def layer_flags(
+    config: DecoderConfig, stack: LayerStack
+) -> tuple[Bool[Array, "repeats members"], Bool[Array, "repeats members"]] | None:
+    """Say which layers of a stack slide, and which take the second rotary table; None: by kind."""
+    if config.slide_by_kind:
+        return None
+    flags = (config.sliding, config.second_rotary)
+    slides, second = (jnp.asarray(stack.arranged(flag)) for flag in flags)
+    return slides, second
+
+
 def final_norm(
     params: Params, config: DecoderConfig, x: Float[Array, "tokens width"]
 ) -> Float[Array, "tokens width"]:

@@ -39,13 +39,18 @@ def pages_of_window(window: int, size: int) -> int:
 
 def _sliding_layers(config: DecoderConfig, cache: Cache) -> Any:
     """Say of each member which of its layers slide, in a tree of the members of `cache.layers`."""
-
-    def of_members(sliding: np.ndarray) -> dict[str, np.ndarray]:
-        return {str(member): column for member, column in enumerate(sliding.T)}
-
+    sliding = {
+        name: column
+        for stack in config.stacks
+        if not stack.reuses
+        for (name, _), column in zip(stack.members, stack.arranged(config.sliding).T, strict=True)
+    }
     if isinstance(cache.layers, tuple):
-        return tuple(of_members(sliding[None]) for sliding in config.sliding)
-    return of_members(config.sliding)
+        return tuple(
+            {name: sliding[name][repeat : repeat + 1] for name in layers}
+            for repeat, layers in enumerate(cache.layers)
+        )
+    return sliding
 
 
 def empty_pages(
@@ -75,11 +80,10 @@ def empty_pages(
     """
 
     def lines(state: KeyValues, layers: int, pages: int) -> KeyValues:
-        _, _, groups, width, _ = state.keys.shape
-        line = (layers, pages, groups)
+        line = (layers, pages, state.keys.shape[2])
         return KeyValues(
-            jnp.zeros((*line, width, size), state.keys.dtype),
-            jnp.zeros((*line, size, width), state.values.dtype),
+            jnp.zeros((*line, state.keys.shape[3], size), state.keys.dtype),
+            jnp.zeros((*line, size, state.values.shape[4]), state.values.dtype),
         )
 
     def empty(state: LayerState, slides: np.ndarray) -> LayerState:

@@ -14,11 +14,19 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
-from twinkle_jax.model.decoder.config import LINEAR, AttentionConfig, DecoderConfig
+from twinkle_jax.model.decoder.config import (
+    LINEAR,
+    AttentionConfig,
+    DecoderConfig,
+    ExpertsConfig,
+    LatentConfig,
+    LayerStack,
+)
 
 Params = Mapping[str, Any]
 EXPERTS = "experts"  # of paths whose matrices are stacked by expert
-LAYER_SCALAR = "layer_scalar"  # a number that the checkpoint sets, and no update changes
+# Numbers that the checkpoint sets, and no update changes.
+LAYER_SCALAR, CORRECTION = "layer_scalar", "e_score_correction_bias"
 Initial = Literal["normal", "zeros", "ones", "log_uniform"]
 
 
@@ -58,8 +66,8 @@ def outer_parameters(config: DecoderConfig) -> list[Parameter]:
     return table
 
 
-def layer_parameters(config: DecoderConfig, kind: str, *, reuses: bool) -> list[Parameter]:
-    """List the parameters of one layer of a kind, which may reuse keys and values."""
+def layer_parameters(config: DecoderConfig, stack: LayerStack, kind: str) -> list[Parameter]:
+    """List the parameters of one layer of a kind in a stack."""
     width = config.hidden_size
     scale: Initial = "zeros" if config.centred_norms else "ones"
 
@@ -75,9 +83,9 @@ def layer_parameters(config: DecoderConfig, kind: str, *, reuses: bool) -> list[
         mixer = _delta_net(config)
     else:
         mixer = _attention(config.attention_of(kind), width, scale)
-    if reuses:
+    if stack.reuses:
         mixer = [p for p in mixer if p.path[1] not in ("k_proj", "v_proj", "k_norm")]
-    if config.experts is not None and config.experts.beside_dense:
+    if stack.experts is not None and stack.experts.beside_dense:
         names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2")
         after += [
             Parameter((name, "scale"), (width,), scale)
@@ -91,13 +99,12 @@ def layer_parameters(config: DecoderConfig, kind: str, *, reuses: bool) -> list[
             Parameter(("post_per_layer_input_norm", "scale"), (width,), scale),
         ]
     inner = config.intermediate_size
-    if reuses:
+    if stack.reuses:
         inner = config.reusing_intermediate_size or inner
-    return [*before, *mixer, *after, *_feed_forward(config, inner), *last]
+    return [*before, *mixer, *after, *_feed_forward(width, stack.experts, inner), *last]
 
 
-def _feed_forward(config: DecoderConfig, dense_width: int) -> list[Parameter]:
-    width, experts = config.hidden_size, config.experts
+def _feed_forward(width: int, experts: ExpertsConfig | None, dense_width: int) -> list[Parameter]:
 
     def gated(path: tuple[str, ...], inner: int) -> list[Parameter]:
         return [
@@ -133,13 +140,18 @@ def _feed_forward(config: DecoderConfig, dense_width: int) -> list[Parameter]:
         Parameter(("mlp", EXPERTS, "gate_up_proj", "kernel"), (number, width, 2 * inner)),
         Parameter(("mlp", EXPERTS, "down_proj", "kernel"), (number, inner, width)),
     ]
-    if experts.shared_width is not None:
+    if experts.corrected:
+        table.append(Parameter(("mlp", "gate", CORRECTION), (number,), "zeros"))
+        table += gated(("mlp", "shared_experts"), experts.shared_width or 0)
+    elif experts.shared_width is not None:
         table += gated(("mlp", "shared_expert"), experts.shared_width)
         table.append(Parameter(("mlp", "shared_expert_gate", "kernel"), (width, 1)))
     return table
 
 
 def _attention(a: AttentionConfig, width: int, scale: Initial) -> list[Parameter]:
+    if a.latent is not None:
+        return _latent_attention(a, a.latent, width)
     queries, keys = a.query_heads * a.head_dim, a.key_value_heads * a.head_dim
     widths = {"q_proj": queries * (2 if a.output_gate else 1), "k_proj": keys}
     widths |= {} if a.shared_values else {"v_proj": keys}
@@ -157,6 +169,35 @@ def _attention(a: AttentionConfig, width: int, scale: Initial) -> list[Parameter
     if a.sinks:
         table.append(Parameter(("self_attn", "sinks"), (a.query_heads,)))
     return table
+
+
+def _latent_attention(a: AttentionConfig, latent: LatentConfig, width: int) -> list[Parameter]:
+    queries, values = a.query_heads * a.head_dim, a.query_heads * latent.value_dim
+    unrotated = a.query_heads * (a.head_dim - a.rotary_dim)
+    kernels = {"q_proj": (width, queries)}
+    if latent.query_width is not None:
+        kernels = {
+            "q_a_proj": (width, latent.query_width),
+            "q_b_proj": (latent.query_width, queries),
+        }
+    kernels |= {
+        "kv_a_proj_with_mqa": (width, latent.width + a.rotary_dim),
+        "kv_b_proj": (latent.width, unrotated + values),
+        "o_proj": (values, width),
+    }
+    table = [Parameter(("self_attn", name, "kernel"), shape) for name, shape in kernels.items()]
+    if a.bias:
+        table += [
+            Parameter(("self_attn", name, "bias"), (kernels[name][1],), "zeros")
+            for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")
+            if name in kernels
+        ]
+    normed = {"q_a_layernorm": latent.query_width, "kv_a_layernorm": latent.width}
+    return table + [
+        Parameter(("self_attn", name, "scale"), (size,), "ones")
+        for name, size in normed.items()
+        if size is not None
+    ]
 
 
 def _delta_net(config: DecoderConfig) -> list[Parameter]:
@@ -189,7 +230,7 @@ def parameter_table(config: DecoderConfig) -> dict[tuple[str, ...], Parameter]:
     table = {p.path: p for p in outer_parameters(config)}
     for stack in config.stacks:
         for member, kind in stack.members:
-            for p in layer_parameters(config, kind, reuses=stack.reuses):
+            for p in layer_parameters(config, stack, kind):
                 table["layers", member, *p.path] = p
     return table
 
@@ -215,7 +256,7 @@ def parameter_shapes(config: DecoderConfig, dtype: DTypeLike = "float32") -> dic
     """
     return nest(
         {
-            path: jax.ShapeDtypeStruct(stacked_shape(config, path, p), dtype)
+            path: jax.ShapeDtypeStruct(stacked_shape(config, path, p), type_in(path, dtype))
             for path, p in parameter_table(config).items()
         }
     )
@@ -252,7 +293,7 @@ def init_params(
                 jax.random.fold_in(key, i),
                 stacked_shape(config, path, p),
                 p.initial,
-                jnp.dtype(dtype),
+                type_in(path, dtype),
             )
             for i, (path, p) in enumerate(parameter_table(config).items())
         }
@@ -266,6 +307,23 @@ def _draw(key: Key[Array, ""], shape: tuple[int, ...], initial: Initial, dtype: 
     if initial == "log_uniform":  # decay rates between a hundredth and sixteen per token
         return jnp.log(jax.random.uniform(key, shape, minval=0.01, maxval=16.0)).astype(dtype)
     return jnp.ones(shape, dtype) if initial == "ones" else jnp.zeros(shape, dtype)
+
+
+def type_in(path: tuple[str, ...], dtype: DTypeLike) -> jnp.dtype:
+    """Return the type of a parameter in a tree of a type.
+
+    Corrections are never rounded to 16 bits: sums with scores would tie, or choose other experts.
+    """
+    dtype = jnp.dtype(dtype)
+    return jnp.dtype("float32") if path[-1] == CORRECTION and dtype.itemsize < 4 else dtype
+
+
+def cast_params(params: Params, dtype: DTypeLike) -> dict[str, Any]:
+    """Cast all parameters to a type, as far as they have it."""
+    return {
+        name: cast_params(x, dtype) if isinstance(x, Mapping) else x.astype(type_in((name,), dtype))
+        for name, x in params.items()
+    }
 
 
 def stacked_shape(config: DecoderConfig, path: tuple[str, ...], p: Parameter) -> tuple[int, ...]:

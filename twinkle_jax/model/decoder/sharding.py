@@ -36,9 +36,10 @@ RULES: tuple[tuple[str, PartitionSpec], ...] = (
         r"/(gate|shared_expert_gate|router(/proj)?)/kernel$",
         PartitionSpec(None, "fsdp", None),
     ),  # routers
+    (r"/(q_a_proj|kv_a_proj_with_mqa)/kernel$", PartitionSpec(None, "fsdp", None)),
     # Projections that split their outputs into heads or feed-forward columns.
     (
-        r"/(q_proj|k_proj|v_proj|gate_proj|up_proj|in_proj_\w+)/kernel$",
+        r"/(q_proj|k_proj|v_proj|q_b_proj|kv_b_proj|gate_proj|up_proj|in_proj_\w+)/kernel$",
         PartitionSpec(None, "fsdp", "tensor"),
     ),
     (r"/((q_proj|k_proj|v_proj)/bias|sinks)$", PartitionSpec(None, "tensor")),

@@ -37,6 +37,7 @@ from twinkle_jax.model.decoder.parameters import (
     nest,
     parameter_table,
     stacked_shape,
+    type_in,
 )
 from twinkle_jax.model.huggingface.checkpoint_files import (
     ADAPTER_CONFIG,
@@ -98,8 +99,8 @@ def load_pretrained(
     """Read a Hugging Face checkpoint.
 
     Families are Llama, SmolLM3, OLMo 2 and 3, OLMoE, Granite 3, Phi-3 and 4, Mistral, Ministral 3,
-    Seed-OSS, GLM-4, Qwen2 to Qwen3.6, Gemma 2, the text models of Gemma 3, Gemma 4 and Mistral
-    Small 3, and GPT-OSS.
+    Seed-OSS, GLM-4 to GLM-4.7, Qwen2 to Qwen3.6, Gemma 2, the text models of Gemma 3, Gemma 4 and
+    Mistral Small 3, and GPT-OSS.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does. Experts of GPT-OSS in MXFP4 are converted to bfloat16.
@@ -161,7 +162,7 @@ def read_params(
             StoredLeaf(
                 path=path,
                 shape=stacked_shape(config, path, p),
-                dtype=_leaf_dtype(names[path], stored, dtype),
+                dtype=type_in(path, _leaf_dtype(names[path], stored, dtype)),
                 names=names[path],
                 slices=[[files[name].get_slice(name) for name in group] for group in names[path]],
                 first=stored_outputs(config, path, table)[0],
@@ -472,7 +473,7 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
         leaves: list[Any] = [reduce(getitem, other, params) for other in together]
         leaf = leaves[0]
         p = p._replace(shape=(*p.shape[:-1], stored_outputs(config, path, table)[1]))
-        to = _written_dtype(leaf, dtype)
+        to = type_in(path, _written_dtype(leaf, dtype))
         for repeat, name in enumerate(stored_names(config, path, p, prefix)):
             stacked = path[0] == "layers"
             layer = layer_number(config, path, repeat) if stacked else -1

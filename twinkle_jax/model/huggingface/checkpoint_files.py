@@ -396,11 +396,13 @@ def stored_prefix(stored: Collection[str]) -> str:
 def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
     """List the tensors that the text model does not read.
 
-    These are those of an enclosing model, and the projections of layers that reuse keys and values:
-    some checkpoints have them.
+    These are those of an enclosing model, those that predict further tokens, and the projections of
+    layers that reuse keys and values: some checkpoints have them.
     """
-    carried = FAMILIES[config.model_type].carried
-    names = sorted(stored)
+    names, further = sorted(stored), f"{PREFIX}layers.{config.layers}."
+    carried = tuple(x.format(layers=config.layers) for x in FAMILIES[config.model_type].carried)
+    if f"{further}eh_proj.weight" not in stored:  # a layer like those before: these alone are read
+        carried = tuple(x for x in carried if x != further)
     reusing = config.stacks[-1].layers if config.reusing_layers else slice(0)
     numbers = range(config.layers)[reusing]
     unused = tuple(

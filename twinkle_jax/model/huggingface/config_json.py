@@ -19,6 +19,7 @@ from twinkle_jax.model.decoder.config import (
     DeltaNetConfig,
     ExpertsConfig,
     Family,
+    LatentConfig,
     LinearScaling,
     LongRopeScaling,
     ProportionalScaling,
@@ -59,8 +60,20 @@ _GLOBAL_KEYS = (
     "num_kv_shared_layers",
     "use_double_wide_mlp",
 )
+_CORRECTED_EXPERT_KEYS = """n_routed_experts num_experts_per_tok moe_intermediate_size
+    n_shared_experts routed_scaling_factor norm_topk_prob first_k_dense_replace
+    n_group topk_group num_nextn_predict_layers""".split()  # noqa: SIM905
 _CLAMPED_EXPERT_KEYS = (*_EXPERT_KEYS, "swiglu_limit", "quantization_config")
 _ADDED_EXPERT_KEYS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+_LATENT_KEYS = (
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "qk_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+)
 _MULTIPLIER_KEYS = (
     "embedding_multiplier",
     "attention_multiplier",
@@ -91,7 +104,8 @@ _IGNORED = frozenset(
     problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate
     suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder
     tokenizer_class top_k top_p torch_dtype torchscript typical_p use_bfloat16 use_cache
-    mtp_num_hidden_layers mtp_use_dedicated_embeddings""".split()  # noqa: SIM905
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings embedding_initializer_range
+    aux_loss_alpha seq_aux ep_size""".split()  # noqa: SIM905
 )
 _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
@@ -99,6 +113,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
 _LONGROPE = ("short_factor", "long_factor")
 _GROWTH = "llama_4_scaling_beta"
+_ALL = "mscale_all_dim"
 _YARN = """original_max_position_embeddings attention_factor attn_factor beta_fast beta_slow mscale
     mscale_all_dim truncate""".split()  # noqa: SIM905
 # Rotary settings of image positions: a text token has one position only.
@@ -144,7 +159,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     _check_keys(flat, family, model_type)
     kinds = _layer_kinds(flat, family)
     attention, full_attention = _attentions(flat, family, kinds)
-    has_experts = family.experts or family.clamped_experts
+    has_experts = family.experts or family.clamped_experts or family.corrected_experts
     has_experts |= family.added_experts and _flag(flat, "enable_moe_block")
     experts = _experts(flat, family) if has_experts else None
     multipliers = {name: _number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
@@ -164,6 +179,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
         delta_net=_delta_net(flat, family) if LINEAR in kinds else None,
         experts=experts,
+        dense_layers=_dense_layers(flat, family) if family.corrected_experts else 0,
         norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
         float32_norms=family.float32_norms,
@@ -282,10 +298,14 @@ def _attention(
             f"num_attention_heads must be a multiple of num_key_value_heads, "
             f"got {query_heads} and {key_value_heads}"
         )
-    head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
-    if family.head_dim or flat.get("head_dim") is not None:
-        head_dim = _size(flat, "head_dim", head_dim)
-    rotary_dim = int(head_dim * rope.part)
+    latent = _latent(flat) if family.latent else None
+    if latent is not None:
+        head_dim, rotary_dim = _latent_head(flat, query_heads)
+    else:
+        head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
+        if family.head_dim or flat.get("head_dim") is not None:
+            head_dim = _size(flat, "head_dim", head_dim)
+        rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
             "head_dim times partial_rotary_factor must be even, and at most head_dim, "
@@ -309,12 +329,14 @@ def _attention(
         key_value_heads=key_value_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        interleaved=family.interleaved,
+        interleaved=_flag({"rope_interleave": True, **flat}, "rope_interleave")
+        if family.latent
+        else family.interleaved,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         bias=bias,
         output_bias=bias and family.output_bias,
-        qk_norm=family.qk_norm,
+        qk_norm=_flag(flat, "use_qk_norm") if family.qk_norm is None else family.qk_norm,
         joint_qk_norm=family.joint_qk_norm,
         output_gate=family.output_gate,
         query_width=_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
@@ -323,7 +345,34 @@ def _attention(
         value_norm=family.value_norm,
         window=window,
         sinks=family.sinks,
+        latent=latent,
     )
+
+
+def _latent(flat: Mapping[str, Any]) -> LatentConfig:
+    has_query = flat.get("q_lora_rank") is not None
+    return LatentConfig(
+        width=_size(flat, "kv_lora_rank"),
+        query_width=_size(flat, "q_lora_rank") if has_query else None,
+        value_dim=_size(flat, "v_head_dim"),
+    )
+
+
+def _latent_head(flat: Mapping[str, Any], query_heads: int) -> tuple[int, int]:
+    """Read the width of a head of latent attention, and how much of it is rotated."""
+    rotary_dim = _size(flat, "qk_rope_head_dim")
+    if rotary_dim % 2:
+        raise ValueError(f"qk_rope_head_dim must be even, got {rotary_dim}")
+    head_dim = _size(flat, "qk_nope_head_dim") + rotary_dim
+    # What transformers derives and writes; all heads have keys and values of their own.
+    derived = {
+        "qk_head_dim": head_dim,
+        "head_dim": rotary_dim,
+        "num_key_value_heads": query_heads,
+    }
+    for name, value in derived.items():
+        _one_of(flat, name, (value, None))
+    return head_dim, rotary_dim
 
 
 def _delta_net(flat: Mapping[str, Any], family: Family) -> DeltaNetConfig:
@@ -344,16 +393,18 @@ def _delta_net(flat: Mapping[str, Any], family: Family) -> DeltaNetConfig:
 
 
 def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
-    names = [name for name in ("num_experts", "num_local_experts") if name in flat]
-    number = _size(flat, names[0] if names else "num_experts", most=_MOST_EXPERTS)
+    known = ("n_routed_experts",) if family.corrected_experts else _EXPERT_KEYS[:2]
+    names = [name for name in known if name in flat]
+    name = names[0] if names else known[0]
+    number = _size(flat, name, most=_MOST_EXPERTS)
     if number == 1:
-        raise ValueError("num_experts must be at least 2, got 1")
+        raise ValueError(f"{name} must be at least 2, got 1")
     if len(names) == 2 and flat[names[1]] != number:
         raise ValueError(
             f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
         )
     shared, added = family.shared_expert, family.added_experts
-    return ExpertsConfig(
+    experts = ExpertsConfig(
         number=number,
         chosen=_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
         width=_size(flat, family.expert_width),
@@ -362,6 +413,50 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
         beside_dense=added,
         swiglu_limit=_number(flat, "swiglu_limit", 7.0) if family.clamped_experts else None,
     )
+    if not family.corrected_experts:
+        return experts
+    groups, chosen_groups = _groups(flat, experts)
+    return dataclasses.replace(
+        experts,
+        corrected=True,
+        scaling=_number(flat, "routed_scaling_factor", 1.0),
+        shared_width=_size(flat, "n_shared_experts") * experts.width,
+        groups=groups,
+        chosen_groups=chosen_groups,
+    )
+
+
+def _groups(flat: Mapping[str, Any], experts: ExpertsConfig) -> tuple[int, int]:
+    """Read how many groups there are, of two experts or more, and how many a token chooses."""
+    groups = _size(flat, "n_group", 1, most=experts.number // 2)
+    if experts.number % groups:
+        raise ValueError(f"n_group must divide n_routed_experts, {experts.number}, got {groups}")
+    chosen = _size(flat, "topk_group", 1, most=groups)
+    within = chosen * experts.number // groups
+    if experts.chosen > within:
+        raise ValueError(
+            f"num_experts_per_tok must be at most {within}, the experts of {chosen} of {groups} "
+            f"groups (topk_group), got {experts.chosen}"
+        )
+    return groups, chosen
+
+
+def _dense_layers(flat: Mapping[str, Any], family: Family) -> int:
+    """Read how many of the first layers are dense."""
+    name = "first_k_dense_replace"
+    count = 0 if flat[name] == 0 else _size(flat, name, most=_MOST_LAYERS)
+    listed = flat.get(family.expert_layers) if family.expert_layers else None
+    if listed is None:
+        return count
+    valid = isinstance(listed, list | tuple) and set(map(str, listed)) <= {"dense", "sparse"}
+    count = list(listed).count("dense") if valid else 0
+    layers = _size(flat, "num_hidden_layers", most=_MOST_LAYERS)
+    if not valid or list(listed) != ["dense"] * count + ["sparse"] * (layers - count):
+        raise ValueError(
+            f"{family.expert_layers} must be a list of {layers} (num_hidden_layers), first 'dense' "
+            f"and then 'sparse', got {_shown(listed)}"
+        )
+    return count
 
 
 # Kinds of layers.
@@ -540,8 +635,13 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     growth = 0.0
     if rope.get(_GROWTH) is not None:
         growth = _number(rope, _GROWTH, 0.0)
-    sharper = _attention_factor(rope, factor)
-    return YarnScaling(factor, length, sharper, **betas, truncate=truncate, query_growth=growth)
+    sharper, logit_factor = _attention_factor(rope, factor), 1.0
+    if rope.get("kv_lora_rank") is not None and rope.get(_ALL):
+        logit_factor = _mscale(factor, _number(rope, _ALL, 1.0)) ** 2
+    return YarnScaling(
+        factor, length, sharper, **betas, truncate=truncate,
+        query_growth=growth, logit_factor=logit_factor,
+    )  # fmt: skip
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -560,6 +660,11 @@ def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
 def _mscale(factor: float, scale: float = 1.0) -> float:
     """Compute the paper's attention factor for a factor on the wavelengths."""
     return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def _mscale_of(factor: float, result: float) -> float:
+    """Undo `_mscale`."""
+    return 10 * (result - 1) / math.log(factor) if factor > 1 else 0.0
 
 
 def _longrope(rope: Mapping[str, Any]) -> LongRopeScaling:
@@ -629,9 +734,13 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     if family.clamped_experts:
         read += _CLAMPED_EXPERT_KEYS
         _one_of(_section(config, "quantization_config"), "quant_method", ("mxfp4",))
+    read += _CORRECTED_EXPERT_KEYS if family.corrected_experts else ()
+    read += (family.expert_layers,) if family.expert_layers else ()
+    read += ("use_qk_norm",) if family.qk_norm is None else ()
     read += _GLOBAL_KEYS if family.global_heads else ()
     read += _UNROTATED_KEYS if family.unrotated_interval else ()
     read += _MULTIPLIER_KEYS if family.multipliers else ()
+    read += _LATENT_KEYS if family.latent else ()
     read += family.soft_caps
     read += () if family.fixed_bias else ("attention_bias",)
     fixed = {name: values for name, values in _FIXED.items() if name not in read}
@@ -764,8 +873,21 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
     if has_kinds or family.linear_layers:
         # Not for the others: transformers reads a Mistral with this key as a Ministral.
         entries["layer_types"] = list(config.layer_kinds)
+    if attention.latent is not None:
+        entries |= {
+            "head_dim": attention.rotary_dim,  # as transformers writes it
+            "qk_head_dim": attention.head_dim,
+            "qk_rope_head_dim": attention.rotary_dim,
+            "qk_nope_head_dim": attention.head_dim - attention.rotary_dim,
+            "v_head_dim": attention.latent.value_dim,
+            "kv_lora_rank": attention.latent.width,
+            "q_lora_rank": attention.latent.query_width,
+            "rope_interleave": attention.interleaved,
+        }
     if not family.fixed_bias:
         entries["attention_bias"] = attention.bias
+    if family.qk_norm is None:
+        entries["use_qk_norm"] = attention.qk_norm
     if family.rotary_part is not None:
         part = attention.rotary_dim / attention.head_dim
         rope["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
@@ -832,6 +954,21 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
             "num_experts_per_tok": experts.chosen,
             "swiglu_limit": experts.swiglu_limit,
         }
+    elif family.corrected_experts and experts is not None:
+        entries |= {
+            "n_routed_experts": experts.number,
+            "num_experts_per_tok": experts.chosen,
+            "moe_intermediate_size": experts.width,
+            "n_shared_experts": (experts.shared_width or 0) // experts.width,
+            "routed_scaling_factor": experts.scaling,
+            "norm_topk_prob": experts.normalised,
+            "first_k_dense_replace": config.dense_layers,
+            "n_group": experts.groups,
+            "topk_group": experts.chosen_groups,
+        }
+        if family.expert_layers:
+            sparse = ["sparse"] * (config.layers - config.dense_layers)
+            entries[family.expert_layers] = ["dense"] * config.dense_layers + sparse
     elif experts is not None:
         entries |= {
             "num_experts": experts.number,
@@ -877,7 +1014,13 @@ def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
         if scaling.query_growth:
             entries[_GROWTH] = scaling.query_growth
         usual = _mscale(scaling.factor)
-        if scaling.attention_factor != usual:
+        if attention.latent is not None:  # for vLLM, and for the factor on logits
+            whole = math.sqrt(scaling.logit_factor)
+            entries |= {
+                "mscale": _mscale_of(scaling.factor, scaling.attention_factor * whole),
+                _ALL: _mscale_of(scaling.factor, whole),
+            }
+        elif scaling.attention_factor != usual:
             # vLLM reads this ratio and not `attention_factor`; transformers does the reverse.
             entries["attn_factor"] = scaling.attention_factor / usual
     elif scaling is not None:

@@ -32,6 +32,7 @@ from twinkle_jax.model import (
     with_adapter,
 )
 from twinkle_jax.model.decoder.lora import init_adapter, read_lora_config
+from twinkle_jax.model.decoder.parameters import cast_params
 from twinkle_jax.model.huggingface.adapter_files import adapter_tensors
 from twinkle_jax.model.huggingface.checkpoint import list_tensors
 from twinkle_jax.model.huggingface.checkpoint_files import PREFIX, read_dtype
@@ -339,7 +340,7 @@ class AdapterPolicy:
         if not self.has_adapters:
             self.first_loss, steps = before.loss, before.gradient_accumulation_steps
             before.drop_training_state()
-            self.base = jax.tree.map(lambda x: x.astype(self.dtype), before.state.params)
+            self.base = cast_params(before.state.params, self.dtype)
             del self.optimizer_group[""]
         state = begin_training(adapter, None, self.mesh)
         group = OptimizerGroup(name, state, lora, with_adapter(self.base, self.config, lora))
