@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int
 
 from twinkle_jax.data import Template, Trajectory, bucket_size
 from twinkle_jax.data.batch import HostArray, batch_width, pad_rows
-from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.families import FAMILIES
 from twinkle_jax.model.decoder.forward import Decoder, Remat, decoder_inputs, run
 from twinkle_jax.model.decoder.parameters import Params
 from twinkle_jax.model.decoder.precision import exact_product

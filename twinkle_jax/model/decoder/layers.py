@@ -13,7 +13,6 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from twinkle_jax.loss.token_logprobs import soft_capped
 from twinkle_jax.model.decoder.config import (
-    FUSED,
     AttentionConfig,
     DecoderConfig,
     LayerStack,
@@ -22,6 +21,7 @@ from twinkle_jax.model.decoder.config import (
     ProportionalScaling,
     YarnScaling,
 )
+from twinkle_jax.model.decoder.families import FUSED
 from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import LAYER_SCALAR, Params, embedding_of
 from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded, spread

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from twinkle_jax.model.decoder.config import FAMILIES, FUSED, DecoderConfig
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.families import FAMILIES, FUSED
 from twinkle_jax.model.decoder.parameters import (
     EXPERTS,
     Params,

@@ -26,7 +26,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from twinkle_jax.data.tokenizer import NAMED_TEMPLATES
-from twinkle_jax.model.decoder.config import FAMILIES, DecoderConfig
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.families import FAMILIES
 from twinkle_jax.model.decoder.forward import Decoder
 from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.decoder.parameters import (

@@ -23,7 +23,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from twinkle_jax.data.tokenizer import NAMED_TEMPLATES
-from twinkle_jax.model.decoder.config import FAMILIES, FUSED, DecoderConfig
+from twinkle_jax.model.decoder.config import DecoderConfig
+from twinkle_jax.model.decoder.families import FAMILIES, FUSED
 from twinkle_jax.model.decoder.parameters import EXPERTS, Parameter, parameter_table
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from twinkle_jax.model.decoder.config import (
-    ENCLOSING,
-    FAMILIES,
     FULL,
     LINEAR,
     SLIDING,
@@ -18,7 +16,6 @@ from twinkle_jax.model.decoder.config import (
     DecoderConfig,
     DeltaNetConfig,
     ExpertsConfig,
-    Family,
     LatentConfig,
     LinearScaling,
     LongRopeScaling,
@@ -27,6 +24,7 @@ from twinkle_jax.model.decoder.config import (
     Window,
     YarnScaling,
 )
+from twinkle_jax.model.decoder.families import ENCLOSING, FAMILIES, Family
 
 _LARGEST_SIZE, _MOST_LAYERS, _MOST_EXPERTS = 2**31 - 1, 4096, 65536
 
