@@ -492,6 +492,43 @@ def test_two_processes_sample_as_one_does(folder, server, tmp_path, kind):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["checkpoint", "adapter"])
+@pytest.mark.parametrize("lost", [1, 30])
+def test_two_processes_go_on_with_a_server_that_was_restarted(folder, server, tmp_path, kind, lost):
+    """Both draw their rows again, though one of them may have lost nothing."""
+    changes = settings(folder, server, tmp_path, steps=2) | {"mesh.fsdp": 8}
+    changes |= {"optimizer.learning_rate": 1e-2} | ({"lora.rank": 2} if kind == "adapter" else {})
+    places = {name: {"output_dir": str(tmp_path / name)} for name in ("one", "two")}
+    train(config_of(changes | places["one"]))
+    server.restart()
+    seen, left = [], [lost]
+
+    def restart(handler):
+        seen.extend([handler] if is_of_step(handler.body) else [])
+        if len(seen) < 4 or not left[0]:  # the last one of the second step
+            return False
+        left[0] -= 1
+        server.restart()
+        return lose(handler)
+
+    server.take_over = dict.fromkeys(("/v1/completions", "/v1/models", "/pause"), restart)
+    run_joined(folder, config_of(changes | places["two"]))
+    assert not left[0]
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_is_gone_ends_all_processes(folder, server, tmp_path):
+    changes = settings(folder, server, tmp_path, server__patience=1.0) | {"mesh.fsdp": 8}
+    server.take_over["/collective_rpc"] = lambda handler: loads(server) > 1 and lose(handler)
+    ended = run_joined(folder, config_of(changes), status=1)
+    [[line], others] = ended.complaints()
+    assert "server.patience=1 seconds" in line
+    assert not others
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
+
+
+@pytest.mark.exhaustive
 def test_a_server_that_fails_ends_all_processes(folder, server, tmp_path):
     def fail(handler):
         if loads(server) == 2:
