@@ -1,13 +1,23 @@
 """What a server's engine draws is what the policy draws there: rows, ends, seeds, settings."""
 
+import threading
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.sampler.vllm.fake_server import FakeServer, log_softmax, odd_experts, write_checkpoint
+from tests.sampler.vllm.fake_server import (
+    FakeServer,
+    log_softmax,
+    lose,
+    odd_experts,
+    send,
+    write_checkpoint,
+)
 from twinkle_jax.data import PromptBatch
-from twinkle_jax.rollout import RolloutConfig, ServerConfig
-from twinkle_jax.sampler import LENGTH, STOP
+from twinkle_jax.rollout import RolloutConfig, ServerConfig, server_engine
+from twinkle_jax.sampler import LENGTH, STOP, ServerError, vllm_server
 from twinkle_jax.training import TrainConfig, UpdateConfig, load_policy
 from twinkle_jax.training.engine import make_engine
 
@@ -151,3 +161,166 @@ def test_turns_of_some_rows(server, model, tmp_path):
     np.testing.assert_array_equal(alone.logprobs[1], both.logprobs[1])
     asked = [body for _, body in server.asked if body and body.get("prompt") in ([5, 6, 7], [8, 9])]
     assert len({body["seed"] for body in asked}) == 2
+
+
+# Servers that are restarted, gone or busy.
+
+
+@pytest.fixture
+def trained(server, tmp_path, monkeypatch):
+    """An engine whose policy is not the checkpoint, and what it draws: (engine, draw)."""
+    monkeypatch.setattr(vllm_server, "_PAUSES", (0.01,))
+    monkeypatch.setattr(server_engine, "_PAUSE", 0.01)
+    return trained_engine(server, tmp_path)
+
+
+def trained_engine(server, tmp_path, patience=60.0, notes=None, **settings):
+    policy = load_policy(server.name)
+    settings = {"num_samples": 4, "max_new_tokens": NEW, "max_prompt_tokens": 32} | settings
+    config = TrainConfig(
+        model=server.name,
+        task="task.jsonl",
+        rollout=RolloutConfig(**settings),
+        output_dir=str(tmp_path),
+        dtype="float32",
+        server=ServerConfig(url=server.url, patience=patience),
+    )
+    engine = make_engine(config, policy, note=[].append if notes is None else notes.append)
+    params = jax.tree.map(lambda x: x + jnp.float32(0.1) * jnp.cos(3 * x), policy.params)
+
+    def draw():
+        return engine.draw(params, PROMPTS, jax.random.key(0), config.rollout).completions
+
+    return engine, draw
+
+
+PATHS = ("/v1/completions", "/v1/models", "/pause", "/collective_rpc", "/resume")
+
+
+def restarting(server, *, answer=lose, lost=1):
+    """Restart the server at the request for the second row, which it loses, and others behind it.
+
+    Returns:
+        What is set then.
+    """
+    rows, restarted = [], threading.Event()
+
+    def handle(handler):
+        if (handler.body or {}).get("n") == 4:
+            rows.append(handler)
+        if len(rows) < 2 or handle.left == 0:
+            return False
+        handle.left -= 1
+        restarted.set()
+        server.restart()
+        return answer(handler)
+
+    handle.left = lost
+    server.take_over = dict.fromkeys(PATHS, handle)
+    return restarted
+
+
+def assert_same(got, expected):
+    np.testing.assert_array_equal(got.tokens, expected.tokens)
+    np.testing.assert_array_equal(got.logprobs, expected.logprobs)
+
+
+@pytest.mark.parametrize("lost", [1, 30])
+def test_a_server_that_is_restarted_meanwhile_draws_all_rows_again(server, trained, lost):
+    """Also if the request that was lost is sent again before anyone else notices."""
+    _, draw = trained
+    calm = draw()
+    restarted = restarting(server, lost=lost)
+    assert_same(draw(), calm)
+    assert restarted.is_set()
+    assert server.models[server.name] is not server.first
+
+
+def test_completions_that_a_server_aborts_are_drawn_again(server, trained):
+    _, draw = trained
+    calm, aborted = draw(), threading.Event()
+
+    def abort(answer):
+        if len(answer["choices"]) == 4 and not aborted.is_set():
+            aborted.set()
+            answer["choices"][3]["finish_reason"] = "abort"
+        return answer
+
+    server.alter["/v1/completions"] = abort
+    assert_same(draw(), calm)
+    assert aborted.is_set()
+
+
+@pytest.mark.parametrize("path", ["/pause", "/collective_rpc", "/v1/completions"])
+def test_weights_are_loaded_again_if_the_server_is_lost_meanwhile(server, trained, path):
+    _, draw = trained
+
+    def lose_in_first_load(handler):
+        if server.paths().count("/resume") > 1:  # it is sent after an error, too
+            return False
+        server.restart()
+        return lose(handler)
+
+    server.take_over[path] = lose_in_first_load
+    assert draw().lengths.all()
+    assert server.models[server.name] is not server.first
+
+
+def test_a_restarted_server_with_another_kind_of_log_probabilities_is_refused(
+    server, tmp_path, trained
+):
+    def with_other_options(handler):
+        server.logprobs_mode = "raw_logprobs"
+        return lose(handler)
+
+    _, draw = trained_engine(server, tmp_path, temperature=0.7)
+    draw()
+    restarting(server, answer=with_other_options)
+    with pytest.raises(ServerError, match="--logprobs-mode processed_logprobs"):
+        draw()
+
+
+def test_a_restarted_server_that_keeps_its_own_weights_is_refused(server, trained):
+    _, draw = trained
+    draw()
+    restarting(server)
+    server.loads = False
+    with pytest.raises(ServerError, match="weights that this run had it load"):
+        draw()
+
+
+@pytest.mark.parametrize("fault", ["gone", 503, 500])
+def test_patience_ends_with_the_last_error(server, tmp_path, trained, fault):
+    notes = []
+    _, draw = trained_engine(server, tmp_path, patience=0.2, notes=notes)
+    draw()
+    answer = lose if fault == "gone" else lambda handler: send(handler, fault, b"no") or True
+    server.take_over = dict.fromkeys(PATHS, answer)
+    with pytest.raises(ServerError, match=r"RemoteProtocolError|status 50[03]: no") as caught:
+        draw()
+    # An error of the server itself is not waited for.
+    assert ("server.patience=0.2 seconds" in str(caught.value)) == (fault != 500)
+    assert len(notes) == (fault != 500)
+    assert all("waiting" in note and "server.patience=0.2" in note for note in notes)
+
+
+def test_a_cancelled_call_does_not_wait(server, trained, monkeypatch):
+    engine, draw = trained
+    draw()
+    waits, errors = threading.Event(), []
+    monkeypatch.setattr(server_engine, "_PAUSE", 60.0)
+    monkeypatch.setattr(engine, "_note", lambda sentence: waits.set())
+    server.take_over = dict.fromkeys(PATHS, lose)
+
+    def sample():
+        try:
+            draw()
+        except ServerError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    assert waits.wait(30)
+    engine.cancel()
+    thread.join(30)
+    assert "cancelled" in str(errors[0])

@@ -10,14 +10,15 @@ import pytest
 
 from tests.model.families import each
 from tests.rollout import games
-from tests.sampler.vllm.fake_server import FakeServer, adapters_in, write_checkpoint
+from tests.sampler.vllm.fake_server import FakeServer, adapters_in, lose, write_checkpoint
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
+from tests.training.runs import TIMES
 from tests.training.test_hosts import assert_same_metrics
 from twinkle_jax.command import main
-from twinkle_jax.rollout import hosts
+from twinkle_jax.rollout import hosts, server_engine
 from twinkle_jax.rollout.engine import LogitsError
-from twinkle_jax.sampler import ServerError
+from twinkle_jax.sampler import ServerError, vllm_server
 from twinkle_jax.training import SamplerMismatchError, export, load_policy, train
 from twinkle_jax.training import run as run_module
 from twinkle_jax.training.engine import make_engine
@@ -311,6 +312,71 @@ def test_a_server_that_keeps_its_weights_ends_the_run(folder, server, tmp_path):
     assert (tmp_path / "run" / "checkpoints").is_dir()
 
 
+def without_times(rows):
+    return [{name: x for name, x in row.items() if name not in TIMES} for row in rows]
+
+
+RESTARTED = {
+    "checkpoint": {},
+    "adapter": {"lora__rank": 2},
+    "overlap": {"server__overlap": True},
+    "episodes": EPISODES,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", RESTARTED)
+@pytest.mark.parametrize("lost", [1, 30])
+def test_a_run_goes_on_with_a_server_that_was_restarted(
+    folder, server, tmp_path, monkeypatch, variant, lost
+):
+    """It has the weights again before it draws, and the run takes the same steps."""
+    monkeypatch.setattr(vllm_server, "_PAUSES", (0.01,))
+    monkeypatch.setattr(server_engine, "_PAUSE", 0.01)
+    changes = {"optimizer__learning_rate": 3e-3} | RESTARTED[variant]
+    calm = run(folder, server, tmp_path / "calm", **changes)
+    requests = sum(is_of_step(body) for _, body in server.asked)
+    server.restart()
+    seen, left = [], [lost]
+
+    def restart(handler):
+        seen.extend([handler] if is_of_step(handler.body) else [])
+        if len(seen) < requests * 0.8 or not left[0]:
+            return False
+        left[0] -= 1
+        server.restart()
+        return lose(handler)
+
+    server.take_over = dict.fromkeys(("/v1/completions", "/v1/models", "/pause"), restart)
+    troubled = run(folder, server, tmp_path / "troubled", **changes)
+    assert not left[0]
+    assert without_times(troubled) == without_times(calm)
+
+
+def is_of_step(body):
+    """Whether completions of a step or a turn are asked for: probes have prompts of 24 tokens."""
+    return bool(body) and "prompt" in body and len(body["prompt"]) != 24
+
+
+@pytest.mark.slow
+def test_adapters_of_a_killed_process_are_removed(folder, server, tmp_path):
+    changes = {"lora__rank": 2, "optimizer__schedule": "constant"}
+    run(folder, server, tmp_path, steps=1, **changes)
+    weights = tmp_path / "run" / "weights"
+    [last] = adapters_in(weights)
+    for name in ("adapter-0123abcd", ".adapter-0123abcd.4567cdef.partial", "adapter-mine"):
+        shutil.copytree(weights / last, weights / name)
+    server.models["adapter-0123abcd"] = server.models[last]
+    run(folder, server, tmp_path, steps=2, resume="auto", **changes)
+    names = {path.name for path in weights.iterdir()}
+    assert "adapter-mine" in names and len(names) == 2
+    assert set(server.models) == {server.name, *names} - {"adapter-mine"}
+    # Other runs may write to a directory that a user names.
+    shared = {"server__shared_dir": str(weights)}
+    run(folder, server, tmp_path, steps=3, resume="auto", **changes, **shared)
+    assert len(list(weights.iterdir())) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_policy_whose_logits_are_not_finite_is_not_saved(folder, server, tmp_path, overlap):
@@ -339,9 +405,13 @@ def test_errors_name_what_a_user_of_the_command_can_change(folder, server, tmp_p
         handler.body["n"] == 4 and (handler.send_error(400) or True)
     )
     assert " for prompt " in errors_of("prompt")
+    server.take_over["/collective_rpc"] = lambda handler: handler.send_error(500) or True
+    assert f"server.shared_dir, {tmp_path / 'hidden'}" in errors_of("hidden")
     for path in ("/collective_rpc", "/resume"):
         server.take_over[path] = lambda handler: handler.send_error(400) or True
     assert "may be paused still" in errors_of("paused")
+    server.take_over["/v1/models"] = lambda handler: handler.send_error(401) or True
+    assert "VLLM_API_KEY must" in errors_of("key")
 
 
 @pytest.mark.slow
@@ -419,6 +489,43 @@ def test_two_processes_sample_as_one_does(folder, server, tmp_path, kind):
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
     for path in ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert server.paths().count(path) == alone.count(path)  # once, not once a process
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["checkpoint", "adapter"])
+@pytest.mark.parametrize("lost", [1, 30])
+def test_two_processes_go_on_with_a_server_that_was_restarted(folder, server, tmp_path, kind, lost):
+    """Both draw their rows again, though one of them may have lost nothing."""
+    changes = settings(folder, server, tmp_path, steps=2) | {"mesh.fsdp": 8}
+    changes |= {"optimizer.learning_rate": 1e-2} | ({"lora.rank": 2} if kind == "adapter" else {})
+    places = {name: {"output_dir": str(tmp_path / name)} for name in ("one", "two")}
+    train(config_of(changes | places["one"]))
+    server.restart()
+    seen, left = [], [lost]
+
+    def restart(handler):
+        seen.extend([handler] if is_of_step(handler.body) else [])
+        if len(seen) < 4 or not left[0]:  # the last one of the second step
+            return False
+        left[0] -= 1
+        server.restart()
+        return lose(handler)
+
+    server.take_over = dict.fromkeys(("/v1/completions", "/v1/models", "/pause"), restart)
+    run_joined(folder, config_of(changes | places["two"]))
+    assert not left[0]
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.exhaustive
+def test_a_server_that_is_gone_ends_all_processes(folder, server, tmp_path):
+    changes = settings(folder, server, tmp_path, server__patience=1.0) | {"mesh.fsdp": 8}
+    server.take_over["/collective_rpc"] = lambda handler: loads(server) > 1 and lose(handler)
+    ended = run_joined(folder, config_of(changes), status=1)
+    [[line], others] = ended.complaints()
+    assert "server.patience=1 seconds" in line
+    assert not others
+    assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
 
 
 @pytest.mark.exhaustive

@@ -35,7 +35,7 @@ from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, RolloutSource
 from twinkle_jax.sampler import LENGTH, STOP, Actor, Completions, ServerError
 from twinkle_jax.sampler.requests import DrawnSequence, Stops
 from twinkle_jax.sampler.vllm_sampler import ServedSampler, check_params, usable_modes
-from twinkle_jax.sampler.vllm_server import Client, Deadline, Request, Routing
+from twinkle_jax.sampler.vllm_server import Client, Deadline, LostServerError, Request, Routing
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class ServerConfig:
             weights that it was told to load; none: 0.001 in float32, 0.1 in bfloat16.
         seeded: whether each prompt has a seed of its own, so that a server repeats what it drew;
             false is faster.
+        patience: seconds that the run waits for a server that is gone, restarts or is busy, which
+            then loads the weights and draws again; afterwards the run ends.
         overlap: whether the completions of the next step are sampled while the update of this one
             runs, by the policy before that update; not before a checkpoint or an evaluation.
     """
@@ -63,6 +65,7 @@ class ServerConfig:
     timeout: float = seconds(default=3600.0)
     tolerance: float | None = positive(default=None)
     seeded: bool = True
+    patience: float = seconds(default=600.0)
     overlap: bool = False
 
 
@@ -84,6 +87,9 @@ class ServerEngine:
         settings: of sampling; checked here, before anything is drawn.
         mesh: of the parameters; None for one device.
         seeded: whether each prompt has a seed of its own.
+        patience: seconds to wait for a server that is gone or busy; its weights are then loaded
+            again.
+        note: shows a sentence to the user.
 
     Raises:
         ValueError: if a vLLM server cannot sample with these settings.
@@ -99,8 +105,11 @@ class ServerEngine:
         *,
         mesh: Mesh | None = None,
         seeded: bool = True,
+        patience: float = 0.0,
+        note: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         self.template = template
+        self._patience, self._note = patience, note
         self._mesh, self._seeded = mesh, seeded
         self._server, self._shared_dir, self._actor = server, shared_dir, actor
         self._loaded: Any = None  # a leaf of the parameters whose weights the server has
@@ -123,28 +132,72 @@ class ServerEngine:
         with option_names(self._server.timeout):
             return self._server.room()
 
+    def remove_adapters(self) -> None:
+        """Remove adapters that earlier processes have left, here and on the server.
+
+        For a directory that no other run writes to.
+        """
+        hosts.first_decides(
+            "removing old adapters", lambda: self._server.remove_adapters(self._shared_dir)
+        )
+
     def load(self, params: Params) -> None:
         """Have the server load these parameters, unless it has them already.
+
+        A server that is gone or busy is waited for, and told again.
 
         Raises:
             ServerError: if it cannot, or its log-probabilities are not the policy's.
             LogitsError: if it cannot, and the policy's logits are not finite.
         """
         leaf = jax.tree.leaves(params)[0]
-        if leaf is not self._loaded:
-            self._loaded = None
-            actor = self._actor(params)
+        if leaf is self._loaded:
+            return
+        self._loaded = None
+        actor = self._actor(params)
+        end: Deadline | None = None
+        while True:
             try:
                 with option_names(self._server.timeout):
                     self._server.load(actor, self._shared_dir)
+                break
             except (ServerError, ValueError) as error:
                 in_all_processes = isinstance(error, ServerError) or not hosts.several()
-                if in_all_processes:  # a server reports NaN in its own way, or none
-                    scores = actor.forward_only(inputs=[{"input_ids": list(range(8))}])["logps"]
-                    check_logits(np.isnan(scores).any(axis=1))
-                    hosts.fail(error)
-                raise
-            self._loaded = leaf
+                if not in_all_processes:
+                    raise
+                # A server reports NaN in its own way, or none.
+                scores = actor.forward_only(inputs=[{"input_ids": list(range(8))}])["logps"]
+                check_logits(np.isnan(scores).any(axis=1))
+                end = self._wait(end, error)
+        self._loaded = leaf
+
+    def _wait(self, end: Deadline | None, error: Exception) -> Deadline:
+        """Wait before a server that is gone or busy is asked again.
+
+        Args:
+            end: of the patience with it; None after its first error.
+            error: in all processes.
+
+        Returns:
+            The end of the patience.
+
+        Raises:
+            Exception: `error`, if there is nothing to wait for, or no patience is left.
+        """
+        if not isinstance(error, LostServerError):
+            hosts.fail(error)
+        if end is None:
+            end = Deadline(self._patience)
+            self._note(
+                f"warning: {error}; waiting for it, for up to server.patience={self._patience:g} "
+                "seconds"
+            )
+        left = float(hosts.first_decides("waiting for the server", lambda: end.remaining))
+        if not left:
+            error.args = (f"{error}, for server.patience={self._patience:g} seconds",)
+            hosts.fail(error)
+        self._server.wait(min(_PAUSE, left))
+        return end
 
     def draw(
         self,
@@ -197,26 +250,43 @@ class ServerEngine:
     ) -> Completions:
         """Draw completions of token ids, with the weights that were loaded last; host arrays."""
         part = hosts.deal(len(rows))
+        end: Deadline | None = None
 
         def draw() -> Completions:
             # Processes join arrays of one width; otherwise it follows the rows that were drawn.
             width = max(map(len, rows)) + max(limits) - 1 if hosts.several() else None
             if part.start == part.stop:
                 return _on_rows([], settings.max_new_tokens, self._server.routing, width)
-            with option_names(self._server.timeout):
-                answers = self._server.complete(
-                    rows[part],
-                    _sampling_params(settings),
-                    num_samples,
-                    Stops(list(self.template.tokenizer.stop_token_ids), []),
-                    seeds[part] if self._seeded else [None] * (part.stop - part.start),
-                    limits=limits[part],
-                    purpose="prompt {}",
-                )
+            answers = self._server.complete(
+                rows[part],
+                _sampling_params(settings),
+                num_samples,
+                Stops(list(self.template.tokenizer.stop_token_ids), []),
+                seeds[part] if self._seeded else [None] * (part.stop - part.start),
+                limits=limits[part],
+                purpose="prompt {}",
+            )
             drawn = [one for answer in answers for one in answer.drawn]
             return _on_rows(drawn, settings.max_new_tokens, self._server.routing, width)
 
-        drawn = hosts.agreed("sampling on the server", draw)
+        completed: list[Completions] = []
+
+        def attempt() -> str | None:
+            """Draw, or return the error of a server that is lost."""
+            try:
+                with option_names(self._server.timeout):
+                    if end is not None:
+                        self._server.restore()
+                    completed.append(draw())
+            except LostServerError as error:
+                return str(error)
+            return None
+
+        while any(errors := hosts.share("sampling on the server", attempt)):
+            # If one process has lost the server, others may have drawn with other weights.
+            completed.clear()
+            end = self._wait(end, LostServerError(next(filter(None, errors))))
+        [drawn] = completed
         of_prompts = jax.tree.map(lambda x: x.reshape(-1, num_samples, *x.shape[1:]), drawn)
         gathered = hosts.gather_rows(of_prompts, len(rows))
         completions: Completions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
@@ -262,13 +332,20 @@ class SharedClient(Client):
             SharedServerError: in all processes, for what `Client.send_requests` raises.
         """
 
-        def send() -> list[Any]:
-            return Client.send_requests(self, deadline, [_with_json(x) for x in requests])
+        def send() -> dict[str, Any]:
+            try:
+                answers = Client.send_requests(self, deadline, [_with_json(x) for x in requests])
+            except LostServerError as error:
+                return {"lost": str(error)}
+            return {"answers": answers}
 
         try:
-            answers = hosts.first_decides("asking the server", send)
+            outcome = hosts.first_decides("asking the server", send)
         except hosts.SharedError as error:
             raise SharedServerError(str(error)) from error
+        if "lost" in outcome:
+            raise LostServerError(outcome["lost"])
+        answers = outcome["answers"]
         pairs = zip(requests, answers, strict=True)
         return [request.read and request.read(answer) for request, answer in pairs]
 
@@ -285,6 +362,7 @@ def _with_json(request: Request) -> Request:
 
 # The rollout of the next step, during the update of this one.
 
+_PAUSE = 5.0  # seconds before a server that is lost is asked again
 _POLL = 0.2  # seconds between looks for a signal
 _JOIN_SECONDS = 5.0
 
@@ -362,6 +440,8 @@ _OPTIONS = (
     (r"^base_url ", "server.url "),
     (r"^api_key ", "VLLM_API_KEY "),
     (r"^shared_dir ", "server.shared_dir "),
+    (r": api_key must be the server's", ": VLLM_API_KEY must be the server's"),
+    (r"it must see shared_dir, ", "it must see server.shared_dir, "),
     (r"^temperature ", "rollout.temperature "),
     (r"; use logprobs_kind='sampling' or None$", ""),
     (r", as logprobs_kind='policy' asks", ""),

@@ -297,7 +297,14 @@ class ServedSampler:
                 self.routing,
             )
             requests.append(completion_request(settings, purpose.format(i)))
-        answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
+        try:
+            answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
+            # A server that was restarted meanwhile has other weights for what was sent again.
+            self._policy.check_weights(deadline, served)
+        except ServerError:
+            if deadline.remaining:
+                self._policy.check(deadline)  # one that was restarted may not know the adapter
+            raise
         return answers
 
     def load(self, actor: Actor, shared_dir: Path, *, merge: bool = False) -> None:
@@ -309,6 +316,25 @@ class ServedSampler:
                 call succeeds.
         """
         self._policy.load(Deadline(self.timeout), actor, shared_dir, merge=merge)
+
+    def restore(self) -> None:
+        """Have a server that was restarted load the weights of the last `load` from their files.
+
+        Raises:
+            ServerError: if it cannot, or then has other weights than it had.
+        """
+        self._policy.restore(Deadline(self.timeout))
+
+    def remove_adapters(self, shared_dir: Path) -> None:
+        """Have the server forget adapters that were written to a directory, and delete them.
+
+        One process calls this, before it loads any, for a directory that no other run writes to.
+        """
+        self._policy.remove_adapters(Deadline(self.timeout), shared_dir)
+
+    def wait(self, seconds: float) -> None:
+        """Wait, or end the wait at `cancel`."""
+        self._client.cancelled.wait(seconds)
 
     def room(self) -> int:
         """Ask the server how many tokens a row may have there.

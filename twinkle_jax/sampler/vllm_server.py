@@ -18,6 +18,7 @@ import io
 import json
 import math
 import reprlib
+import socket
 import ssl
 import threading
 import time
@@ -39,12 +40,31 @@ if TYPE_CHECKING:
 
 _PAUSES = (0.1, 0.5, 2.0, 5.0)  # seconds between attempts; the last one again and again
 _TRANSIENT = (408, 425, 429, 500, 502, 503, 504)  # statuses after which a request is sent again
+_BUSY = (429, 502, 503, 504)  # those among them of servers that are overloaded, or not there
 _CONNECTIONS = 256  # open at a time
 _CONNECT_TIMEOUT = 10.0  # seconds
+_GET_TIMEOUT = 30.0  # seconds without a byte of an answer for which no model runs
+_HINTS = dict.fromkeys((401, 403), ": api_key must be the server's")
+
+# A server whose machine has lost its power closes no connection, and a router in between may forget
+# one on which a long answer is awaited: the system asks after a minute, and ends it after two.
+_KEEPALIVE = (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+_SOCKET_OPTIONS = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *(
+        (socket.IPPROTO_TCP, getattr(socket, name), value)
+        for name, value in _KEEPALIVE
+        if hasattr(socket, name)  # not on every system
+    ),
+]
 
 
 class ServerError(RuntimeError):
     """A server cannot be reached, or answers invalidly."""
+
+
+class LostServerError(ServerError):
+    """A server is gone or busy, or was restarted: later it may answer, once it has the weights."""
 
 
 class Request(NamedTuple):
@@ -58,7 +78,7 @@ class Request(NamedTuple):
             None: only the status is checked.
         purpose: what the request is for, in errors.
         max_bytes: the longest answer.
-        hint: what to do if the server does not know the route.
+        hints: what to do after a status, in errors.
         repeat: whether it may be sent again.
     """
 
@@ -68,7 +88,7 @@ class Request(NamedTuple):
     read: Callable[[Any], Any] | None = None
     purpose: str = ""
     max_bytes: int = 2**20
-    hint: str = ""
+    hints: Mapping[int, str] | None = None
     repeat: bool = True
 
 
@@ -157,13 +177,13 @@ class Client:
 
         answers: list[Any] = [None] * len(requests)
         errors: list[Exception] = []
-        client = httpx.AsyncClient(
-            headers=self._headers,
+        transport = httpx.AsyncHTTPTransport(
             verify=self._tls,
             trust_env=False,
-            timeout=httpx.Timeout(None, connect=_CONNECT_TIMEOUT),
             limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=0),
+            socket_options=_SOCKET_OPTIONS,
         )
+        client = httpx.AsyncClient(headers=self._headers, transport=transport, trust_env=False)
         async with client, anyio.create_task_group() as group:
 
             async def send(i: int, request: Request) -> None:
@@ -187,6 +207,7 @@ class Client:
         expected = f"{self.url} must answer {request.method} {request.path}"
         expected += f" for {request.purpose}" if request.purpose else ""
         failures: list[str] = []
+        status, lost = None, False  # of the last attempt
         with anyio.move_on_after(deadline.remaining) as scope:
             for attempt in range(1 + (self._retries if request.repeat else 0)):
                 if attempt:
@@ -199,23 +220,29 @@ class Client:
                     ) from None
                 except connection_errors as error:
                     failures.append(f"{type(error).__name__}: {error}")
+                    status, lost = None, True
                     continue
                 if status == 200:
                     return _read_answer(content, request, expected)
                 failures.append(f"status {status}: {content.decode(errors='replace')[:300]}")
+                lost = status in _BUSY
                 if status not in _TRANSIENT:
-                    hint = request.hint if status == 404 else ""
-                    raise ServerError(f"{expected}, got {failures[-1]}{hint}")
-        within = f" within {deadline.seconds:g} seconds" if scope.cancelled_caught else ""
-        raise ServerError(
-            f"{expected}{within}, got {', then '.join(dict.fromkeys(failures)) or 'no answer'}"
-        )
+                    break
+        got = ", then ".join(dict.fromkeys(failures)) or "no answer"
+        if scope.cancelled_caught:
+            raise ServerError(f"{expected} within {deadline.seconds:g} seconds, got {got}")
+        hint = (_HINTS | dict(request.hints or {})).get(status or 0, "")
+        raise (LostServerError if lost else ServerError)(f"{expected}, got {got}{hint}")
 
     async def _receive(self, client: "httpx.AsyncClient", request: Request) -> tuple[int, bytes]:
         """Send a request once, and read its status and its body."""
+        import httpx
+
         body = None if request.body is None else json.dumps(request.body).encode()
         url = self.url + request.path
-        async with client.stream(request.method, url, content=body) as response:
+        wait = _GET_TIMEOUT if request.method == "GET" else None
+        timeout = httpx.Timeout(None, connect=_CONNECT_TIMEOUT, read=wait)
+        async with client.stream(request.method, url, content=body, timeout=timeout) as response:
             content = bytearray()
             async for part in response.aiter_raw():
                 content += part
@@ -226,6 +253,10 @@ class Client:
 
 class _TooLongError(Exception):
     """An answer is longer than `Request.max_bytes`."""
+
+
+class _AbortedError(ValueError):
+    """A server has ended a completion before its end, as one does that is shut down."""
 
 
 def read_server_url(base_url: Any) -> str:
@@ -254,6 +285,8 @@ def _read_answer(content: bytes, request: Request, expected: str) -> Any:
         raise ServerError(f"{expected} with JSON, got {reprlib.repr(content)}") from None
     try:
         return request.read(answer)
+    except _AbortedError as error:
+        raise LostServerError(f"{expected} with {error}") from None
     except ValueError as error:
         raise ServerError(f"{expected} with {error}") from None
 
@@ -495,11 +528,13 @@ def _read_end(settings: CompletionSettings, choice: Mapping[str, Any], tokens: l
         return "token"
     if reason == "stop" and stop in settings.stops.strings:
         return "string"
-    return refuse(
+    expected = (
         f"finish_reason and stop_reason that fit {len(tokens)} tokens of at most "
-        f"{settings.max_tokens}, the last {tokens[-1]}",
-        (reason, stop),
+        f"{settings.max_tokens}, the last {tokens[-1]}"
     )
+    if reason == "abort":
+        raise _AbortedError(f"{expected}, got {(reason, stop)!r}")
+    return refuse(expected, (reason, stop))
 
 
 def _read_prompt_logprobs(

@@ -1,5 +1,6 @@
 """The policy on a vLLM server: find it, load weights into it, and verify that it has them."""
 
+import re
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -15,12 +16,14 @@ import numpy as np
 from twinkle_jax.data import SamplingParams
 from twinkle_jax.model import Decoder, merge_adapter, save_pretrained
 from twinkle_jax.model.decoder.lora import walk
+from twinkle_jax.model.huggingface.saving import remove_remains
 from twinkle_jax.sampler.requests import Actor, Stops
 from twinkle_jax.sampler.vllm_server import (
     Client,
     CompletionSettings,
     Deadline,
     LogprobsMode,
+    LostServerError,
     Request,
     ServerCompletions,
     ServerError,
@@ -36,15 +39,20 @@ _OTHER_TOLERANCE = 0.1  # of types with fewer digits
 _RESUME_SECONDS = 60.0  # also if the call's deadline has passed
 _DEV_HINT = ": start it with VLLM_SERVER_DEV_MODE=1 in its environment"
 _LORA_HINT = (
-    ": start it with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
+    ": start it with --enable-lora, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment; if "
+    "it found no adapter, it must see shared_dir, {}, under the same path"
 )
+_ADAPTER = re.compile(r"adapter-[0-9a-f]{8}")  # names of `secrets.token_hex(4)`
+_LAST_WEIGHTS = "the weights of the last sync_weights"
+_SEEN_HINT = ": its log has the cause; it must see shared_dir, {}, under the same path"
 
 
 class Served(NamedTuple):
-    """A model on a server: its name there, and the most tokens of a row."""
+    """A model on a server: its name there, the most tokens of a row, and all names it has."""
 
     name: str
     max_length: int
+    all_names: tuple[Any, ...] = ()
 
 
 class ServedPolicy:
@@ -73,6 +81,7 @@ class ServedPolicy:
         self._loader = loader or client
         self._vocab, self._max_length, self._tolerance = vocab, max_length, tolerance
         self._adapter: Path | None = None
+        self._checkpoint: Path | None = None
         self._proof: tuple[Probe, TokenScores, float] | None = None
         self._mode: LogprobsMode | None = None
         self._sync_failed = False
@@ -94,16 +103,59 @@ class ServedPolicy:
             )
         served = self.find_model(self._client, deadline)
         if self._adapter is not None:
+            if self._adapter.name not in served.all_names:
+                raise LostServerError(
+                    f"{url} must have {_LAST_WEIGHTS}, got no adapter {self._adapter.name!r} among "
+                    "its models"
+                )
             served = served._replace(name=self._adapter.name)
-        if self._proof is not None:
-            probe, scores, tolerance = self._proof
-            answers = self._client.send_requests(deadline, probe.first_token_requests(served.name))
-            _compare_with_last(url, first_tokens(answers), scores, tolerance)
+        self.check_weights(deadline, served)
         if self._mode is None:
             self._mode = find_logprobs_mode(
                 self._client, deadline, self._probe(served), served.name
             )
         return served, self._mode
+
+    def check_weights(self, deadline: Deadline, served: Served) -> None:
+        """Check that the server has the weights of the last `load`, if there was one.
+
+        Raises:
+            LostServerError: if it has others.
+        """
+        self._compare_with_last(self._client, deadline, served, LostServerError)
+
+    def _compare_with_last(
+        self, client: Client, deadline: Deadline, served: Served, error: type[ServerError]
+    ) -> None:
+        """Compare likely tokens with those after the last `load`."""
+        if self._proof is None:
+            return
+        probe, last, tolerance = self._proof
+        answers = client.send_requests(deadline, probe.first_token_requests(served.name))
+        pairs = [
+            (new[token], old[token])
+            for new, old in zip(first_tokens(answers), last, strict=True)
+            for token in sorted(new.keys() & old.keys())
+        ]
+        table = np.asarray(pairs).reshape(-1, 2)
+        source = "after sync_weights it was"
+        _compare(client.url, table[:, 0], table[:, 1], tolerance, _LAST_WEIGHTS, source, error)
+
+    def restore(self, deadline: Deadline) -> None:
+        """Have a server that was restarted load what it was last told to load, from its files.
+
+        Raises:
+            ServerError: if it cannot, or then has other weights than it had.
+        """
+        served, client = self.find_model(self._loader, deadline), self._loader
+        self._mode = None  # it may have been started with other options
+        if self._adapter is not None:
+            if self._adapter.name not in served.all_names:
+                load_adapter(client, deadline, self._adapter)
+            served = served._replace(name=self._adapter.name)
+        elif self._checkpoint is not None:
+            load_checkpoint(client, deadline, self._checkpoint)
+        self._compare_with_last(client, deadline, served, ServerError)
 
     def load(self, deadline: Deadline, actor: Actor, shared_dir: Path, *, merge: bool) -> None:
         """Have the server load an actor's checkpoint or adapter, and verify it.
@@ -129,10 +181,10 @@ class ServedPolicy:
             save_for_server(actor, directory)
             load_checkpoint(self._loader, deadline, directory)
             self._prove(deadline, actor, served)
-            self._adapter = None
+            self._adapter, self._checkpoint = None, directory
         self._sync_failed = False
         if old is not None:
-            self._unload_adapter(deadline, old)
+            _unload_adapter(self._loader, deadline, old)
 
     def _load_adapter(
         self, deadline: Deadline, actor: Actor, shared_dir: Path, served: Served
@@ -141,22 +193,23 @@ class ServedPolicy:
         directory = shared_dir / self._loader.decide(lambda: f"adapter-{secrets.token_hex(4)}")
         actor.save(directory)
         try:
-            body = {"lora_name": directory.name, "lora_path": str(directory)}
-            path = "/v1/load_lora_adapter"
-            request = Request("POST", path, body, hint=_LORA_HINT, repeat=False)
-            self._loader.send_request(deadline, request)
+            load_adapter(self._loader, deadline, directory)
             self._prove(deadline, actor, served._replace(name=directory.name))
         except BaseException:
-            self._unload_adapter(deadline, directory)
+            _unload_adapter(self._loader, deadline, directory)
             raise
         return directory
 
-    def _unload_adapter(self, deadline: Deadline, adapter: Path) -> None:
-        body = {"lora_name": adapter.name}
-        request = Request("POST", "/v1/unload_lora_adapter", body, repeat=False)
-        with suppress(ServerError):  # it may not have been loaded, and costs memory only
-            self._loader.send_request(deadline, request)
-        shutil.rmtree(adapter, ignore_errors=True)
+    def remove_adapters(self, deadline: Deadline, shared_dir: Path) -> None:
+        """Have the server forget adapters that were written to a directory, and delete them.
+
+        One process calls this, before it loads any, for a directory that no other run writes to.
+        """
+        if shared_dir.is_dir():
+            remove_remains(shared_dir, _ADAPTER.pattern)
+            for path in sorted(shared_dir.iterdir()):
+                if _ADAPTER.fullmatch(path.name):
+                    _unload_adapter(self._client, deadline, path)
 
     def _prove(self, deadline: Deadline, actor: Actor, served: Served) -> None:
         tolerance = self._tolerance or _TOLERANCES.get(actor.dtype.name, _OTHER_TOLERANCE)
@@ -195,7 +248,7 @@ def _read_models(names: Sequence[str], answer: Any) -> Served:
     for model in models:
         if model.get("id") in names or model.get("root") in names:
             length = read_integer("an integer as max_model_len", model.get("max_model_len"))
-            return Served(str(model["id"]), length)
+            return Served(str(model["id"]), length, tuple(x.get("id") for x in models))
     return refuse(
         f"model {names[0]!r} among its models (served_name says what it is called there)",
         [model.get("id") for model in models],
@@ -228,6 +281,26 @@ def save_for_server(model: Actor, directory: Path) -> None:
     save_pretrained(decoder, directory, dtype=model.dtype)
 
 
+def load_adapter(client: Client, deadline: Deadline, directory: Path) -> None:
+    """Have a server load an adapter, under the name of its directory.
+
+    Raises:
+        ServerError: if it cannot.
+    """
+    body = {"lora_name": directory.name, "lora_path": str(directory)}
+    hints = {404: _LORA_HINT.format(directory.parent)}
+    request = Request("POST", "/v1/load_lora_adapter", body, hints=hints, repeat=False)
+    client.send_request(deadline, request)
+
+
+def _unload_adapter(client: Client, deadline: Deadline, adapter: Path) -> None:
+    body = {"lora_name": adapter.name}
+    request = Request("POST", "/v1/unload_lora_adapter", body, repeat=False)
+    with suppress(ServerError):  # it may not have been loaded, and costs memory only
+        client.send_request(deadline, request)
+    shutil.rmtree(adapter, ignore_errors=True)
+
+
 def load_checkpoint(client: Client, deadline: Deadline, directory: Path) -> None:
     """Have a server pause, load a checkpoint, clear its cache of prefixes, and resume.
 
@@ -235,9 +308,11 @@ def load_checkpoint(client: Client, deadline: Deadline, directory: Path) -> None
         ServerError: if one of these fails; the server is told to resume in any case.
     """
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+    seen = {500: _SEEN_HINT.format(directory.parent)}
 
     def post(deadline: Deadline, path: str, body: Any = None, read: Any = None) -> None:
-        client.send_request(deadline, Request("POST", path, body, read, hint=_DEV_HINT))
+        hints = {404: _DEV_HINT} | ({} if body is None else seen)
+        client.send_request(deadline, Request("POST", path, body, read, hints=hints))
 
     try:
         post(deadline, "/pause?mode=wait")
@@ -390,17 +465,6 @@ def first_tokens(answers: Sequence[ServerCompletions]) -> TokenScores:
     return [dict(answer.drawn[0].logprobs[0]) for answer in answers]
 
 
-def _compare_with_last(url: str, current: TokenScores, last: TokenScores, tolerance: float) -> None:
-    pairs = [
-        (new[token], old[token])
-        for new, old in zip(current, last, strict=True)
-        for token in sorted(new.keys() & old.keys())
-    ]
-    table = np.asarray(pairs).reshape(-1, 2)
-    weights = "the weights of the last sync_weights"
-    _compare(url, table[:, 0], table[:, 1], tolerance, weights, "after sync_weights it was")
-
-
 def _compare(
     url: str,
     received: np.ndarray,
@@ -408,13 +472,14 @@ def _compare(
     tolerance: float,
     weights: str,
     source: str,
+    error: type[ServerError] = ServerError,
 ) -> None:
     gaps = np.abs(received - expected)
     if not gaps.size:
-        raise ServerError(f"{url} must have {weights}, got other likely tokens after every prompt")
+        raise error(f"{url} must have {weights}, got other likely tokens after every prompt")
     if not np.mean(gaps) <= tolerance:
         worst = int(np.argmax(gaps))
-        raise ServerError(
+        raise error(
             f"{url} must have {weights}: log-probabilities of {gaps.size} probe tokens must differ "
             f"by at most {tolerance:g} on average, got {np.mean(gaps):.3g}, and at most "
             f"{gaps[worst]:.3g}, where the server gives {received[worst]:.6f}, and {source} "

@@ -49,7 +49,7 @@ _CONDITIONS = (
         "a server.url",
         lambda config: config.server.url is not None,
         "server.served_name server.shared_dir server.timeout server.tolerance server.seeded "
-        "server.overlap",
+        "server.patience server.overlap",
     ),
     _Condition(
         "sampling in this process, without server.url",

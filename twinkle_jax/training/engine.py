@@ -1,6 +1,7 @@
 """What a run samples with: this process, or a vLLM server that loads the policy's weights."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,20 @@ from twinkle_jax.training.policy import Policy, save_policy
 from twinkle_jax.training.score import score_batch
 
 
-def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -> Engine:
+def make_engine(
+    config: TrainConfig,
+    policy: Policy,
+    mesh: Mesh | None = None,
+    *,
+    note: Callable[[str], None] = lambda sentence: None,
+) -> Engine:
     """Make the engine of a run: `config.server`, or this process without one.
 
     Args:
         config: of the run, with its `dtype` chosen.
         policy: whose parameters, or later ones, each call is given.
         mesh: of the parameters; None for one device.
+        note: shows a sentence to the user, such as that a server is waited for.
 
     Raises:
         ValueError: if a server cannot sample with these settings, `overlap` is set in a run of
@@ -83,6 +91,8 @@ def make_engine(config: TrainConfig, policy: Policy, mesh: Mesh | None = None) -
         config.rollout,
         mesh=mesh,
         seeded=server.seeded,
+        patience=server.patience,
+        note=note,
     )
 
 

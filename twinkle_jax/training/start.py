@@ -136,7 +136,7 @@ def begin(
         if len(task.train) > _ENCODED_AT_ONCE:
             display.note(f"checking the lengths of {len(task.train):,} prompts")
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
-    engine = make_engine(config, policy, mesh)
+    engine = make_engine(config, policy, mesh, note=display.note)
     if source is None:
         _check_server(config, engine)
     recipe = make_recipe(
@@ -182,7 +182,10 @@ def begin(
 
 
 def _check_server(config: TrainConfig, engine: Engine) -> None:
-    """Refuse a server that is not there, or has no room for the longest row of a run."""
+    """Refuse a server that is not there, or has no room for the longest row of a run.
+
+    It forgets the adapters that a killed process of this run has left.
+    """
     if not isinstance(engine, ServerEngine):
         return
     room, longest = hosts.agreed("asking the server", engine.room), config.longest_row
@@ -195,6 +198,8 @@ def _check_server(config: TrainConfig, engine: Engine) -> None:
             f"{config.server.url} with a max_model_len of {room}: start it with --max-model-len "
             f"{longest}, or this run with a lower {names}"
         )
+    if config.server.shared_dir is None:  # in `output_dir`, where no other run writes
+        engine.remove_adapters()
 
 
 def _judge_first(

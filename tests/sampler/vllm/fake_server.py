@@ -110,6 +110,10 @@ class FakeServer:
             self._thread.join()
             self.http.server_close()
 
+    def restart(self):
+        """Have the checkpoint's weights again, and no adapter, as after a restart."""
+        self.models = {self.name: self.first}
+
     def paths(self):
         return [path.partition("?")[0] for path, _ in self.asked]
 
@@ -266,6 +270,12 @@ def send(handler, status, content, *, promised=None):
     handler.send_header("Content-Length", str(len(content) if promised is None else promised))
     handler.end_headers()
     handler.wfile.write(content)
+
+
+def lose(handler):
+    """Close the connection without an answer."""
+    handler.close_connection = True
+    return True
 
 
 def adapters_in(directory):

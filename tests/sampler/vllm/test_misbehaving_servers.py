@@ -6,11 +6,12 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.sampler.vllm.fake_server import FakeServer, send
-from twinkle_jax.sampler import ServerError, vLLMSampler
+from twinkle_jax.sampler import ServerError, vllm_server, vLLMSampler
 
 pytest.importorskip("safetensors", reason="pip install 'twinkle-jax[checkpoints]'")
 pytest.importorskip("tokenizers", reason="pip install 'twinkle-jax[data]'")
@@ -95,6 +96,44 @@ def test_a_refusal_is_not_repeated(checkpoint, server):
     with pytest.raises(ServerError, match=r"400.*no"):
         ask(checkpoint, server.url, retries=3)
     assert server.paths().count(COMPLETIONS) <= 2  # side by side, each sent once
+
+
+def test_a_server_with_a_key_is_given_one(checkpoint, server):
+    server.take_over[MODELS] = lambda handler: send(handler, 401, b"Unauthorized") or True
+    with pytest.raises(ServerError, match=r"401: Unauthorized: api_key must"):
+        ask(checkpoint, server.url)
+
+
+def test_a_server_that_is_silent_about_its_models_is_not_waited_for(
+    checkpoint, server, monkeypatch
+):
+    """As long as for completions; it may hang, but its models need no computation."""
+    monkeypatch.setattr(vllm_server, "_GET_TIMEOUT", 0.2)
+    released = threading.Event()
+    server.take_over[MODELS] = lambda handler: released.wait(20)
+    with pytest.raises(ServerError, match=r"GET /v1/models, got ReadTimeout"):
+        ask(checkpoint, server.url, timeout=20, retries=1)
+    released.set()
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's list of connections")
+def test_the_system_looks_whether_a_silent_server_is_still_there(checkpoint, server):
+    """One whose machine loses its power closes no connection."""
+    timers = []
+
+    def look(handler):
+        ports = f"{handler.client_address[1]:04X} {server.http.server_port:04X}"
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, here, there, _, _, timer = line.split()[:6]
+            if f"{here[-4:]} {there[-4:]}" == ports:
+                timers.append(timer.split(":"))
+        return False
+
+    server.take_over[COMPLETIONS] = look
+    ask(checkpoint, server.url)
+    kinds, ticks = zip(*timers, strict=True)  # of 10 ms
+    assert set(kinds) == {"02"}  # keepalive
+    assert all(0 < int(left, 16) <= 6000 for left in ticks)
 
 
 def dying(handler):

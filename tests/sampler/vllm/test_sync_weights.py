@@ -13,7 +13,7 @@ import pytest
 
 from tests.sampler.responses import gap
 from tests.sampler.vllm import changed
-from tests.sampler.vllm.fake_server import adapters_in, send, write_checkpoint
+from tests.sampler.vllm.fake_server import adapters_in, lose, send, write_checkpoint
 from twinkle_jax.model import LongRopeScaling, LoraConfig, load_pretrained
 from twinkle_jax.sampler import ServerError, vLLMSampler
 from twinkle_jax.twinkle.model import TransformersModel
@@ -106,6 +106,32 @@ def test_a_server_that_began_anew_is_found_out(sampler, server, checkpoint):
         sampler.sample("12", ASK)
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "adapter"])
+def test_a_server_that_began_anew_during_a_call_is_found_out(server, checkpoint, tmp_path, kind):
+    """What was lost is sent again, and completed with the weights of its start."""
+    place = {"model_id": checkpoint, "base_url": server.url, "shared_dir": tmp_path}
+    sampler, actor = vLLMSampler(**place, retries=1), TransformersModel(model_id=checkpoint)
+    if kind == "adapter":
+        actor.add_adapter_to_model("default", LoraConfig(r=2))
+    sampler.sync_weights(changed(actor))
+    sampler.sample("12", ASK)
+    lost = []
+
+    def restart(handler):
+        if lost or handler.body["max_tokens"] != ASK["max_tokens"]:
+            return False
+        lost.append(handler)
+        server.restart()
+        return lose(handler)
+
+    server.take_over["/v1/completions"] = restart
+    with pytest.raises(ServerError, match="last sync_weights"):
+        sampler.sample("12", ASK)
+    assert lost
+    sampler.sync_weights(actor)
+    assert gap(sampler.sample("12", ASK), actor) < 1e-5
+
+
 @pytest.mark.parametrize("path", RELOADING[:3])
 def test_the_server_goes_on_whatever_fails(sampler, server, checkpoint, path):
     actor = TransformersModel(model_id=checkpoint)
@@ -157,6 +183,24 @@ def test_a_server_without_the_routes_is_told_how_to_start(sampler, server, check
         sampler.sync_weights(actor)
     actor.add_adapter_to_model("default", LoraConfig(r=2))
     with pytest.raises(ServerError, match="--enable-lora"):
+        sampler.sync_weights(actor)
+
+
+def test_a_server_that_does_not_see_the_weights_is_told_where(
+    sampler, server, checkpoint, tmp_path
+):
+    actor = TransformersModel(model_id=checkpoint)
+    errors = {
+        "/collective_rpc": (500, b"Internal Server Error"),
+        "/v1/load_lora_adapter": (404, b'{"error": {"message": "No adapter found for /here"}}'),
+    }
+    for path, answer in errors.items():
+        server.take_over[path] = lambda handler, answer=answer: send(handler, *answer) or True
+    seen = rf"must see shared_dir, {tmp_path}, under the same"
+    with pytest.raises(ServerError, match=f"500.*{seen}"):
+        sampler.sync_weights(actor)
+    actor.add_adapter_to_model("default", LoraConfig(r=2))
+    with pytest.raises(ServerError, match=f"No adapter found.*{seen}"):
         sampler.sync_weights(actor)
 
 
