@@ -253,8 +253,7 @@ def _evaluate_options(parser: Any) -> None:
 def _evaluate(options: Any) -> int:
     """Evaluate a policy, and print one metric a line."""
     from twinkle_jax.training.evaluation import held_out
-    from twinkle_jax.training.memory import device_bytes, device_memory, fit_evaluation
-    from twinkle_jax.training.state import shapes_of
+    from twinkle_jax.training.memory import device_memory, fit_evaluation
     from twinkle_jax.training.task import has_held_out, make_task
 
     run = _run_config(options.model)
@@ -302,8 +301,7 @@ def _evaluate(options: Any) -> int:
     _say(f"evaluating on {len(task.held_out)} problems; compiling first")
     limit = device_memory(None)
     if limit is not None and task.held_out:
-        judges = sum(device_bytes(shapes_of(model.params)) for model in task.reward_models())
-        config = fit_evaluation(config, policy, limit - judges, _say)
+        config = fit_evaluation(config, policy, task.reward_models(), limit, _say)
     results = held_out(config, task, policy)
     for name, value in results.items():
         print(f"{name} {value:.4f}")  # noqa: T201

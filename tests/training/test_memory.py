@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -233,14 +234,22 @@ def test_an_evaluation_of_a_policy_alone_is_made_to_fit():
     recipe, state = begun()
     needed = evaluation_memory(recipe, state) - bytes_of(state) + bytes_of(state.params)
     notes = []
-    assert fit_evaluation(recipe.config, POLICY, needed, notes.append).evaluation.slots is None
-    assert fit_evaluation(recipe.config, POLICY, needed - 1, notes.append).evaluation.slots == 128
+    size = bytes_of(POLICY.params)
+    judge = SimpleNamespace(params=POLICY.params)
+    frozen = POLICY._replace(params={}, frozen=POLICY.params)
+    for policy, judges in ((POLICY, []), (frozen, []), (POLICY, [judge, judge])):
+        notes.clear()
+        chosen = [
+            fit_evaluation(recipe.config, policy, judges, limit, notes.append).evaluation.slots
+            for limit in (needed + len(judges) * size, needed + len(judges) * size - 1)
+        ]
+        assert chosen == [None, 128]
     assert [note.split(":")[0] for note in notes] == [
         "evaluation.slots all",
         "evaluation.slots 128",
     ]
     with pytest.raises(ValueError, match=r"evaluation\.slots"):
-        fit_evaluation(recipe.config, POLICY, bytes_of(POLICY.params), notes.append)
+        fit_evaluation(recipe.config, POLICY, [], size, notes.append)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Device memory of a run, from its compiled programs, and settings that fit into it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from twinkle_jax.data import Batch, bucket_size
 from twinkle_jax.data.batch import batch_width
-from twinkle_jax.model import DecoderConfig
+from twinkle_jax.model import DecoderConfig, RewardModel
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import conversations_memory, generate_memory
 from twinkle_jax.training.config import TrainConfig, automatic_budget, with_setting
@@ -209,13 +209,18 @@ def fit(
 
 
 def fit_evaluation(
-    config: TrainConfig, policy: Policy, limit: int, note: Callable[[str], None]
+    config: TrainConfig,
+    policy: Policy,
+    judges: Sequence[RewardModel],
+    limit: int,
+    note: Callable[[str], None],
 ) -> TrainConfig:
     """Choose a number of slots with which evaluations of a policy alone fit into a device.
 
     Args:
         config: settings of the evaluation.
         policy: what is evaluated.
+        judges: other models on the device.
         limit: bytes of the device.
         note: called with a sentence about the choice.
 
@@ -227,7 +232,7 @@ def fit_evaluation(
     """
     params, frozen = shapes_of(policy.params), shapes_of(policy.frozen)
     sampled = _Sampled(params, frozen, policy.config, None)
-    held = device_bytes(params) + device_bytes(frozen)
+    held = sum(map(device_bytes, [params, frozen, *(shapes_of(x.params) for x in judges)]))
     return _fit_evaluation(
         config, lambda config: held + _evaluating_memory(sampled, config), limit, note
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from tests.model.families import (
     NAMES,
@@ -158,6 +159,27 @@ def test_dense_layers_before_those_with_experts_in_pages(stacked, kinds):
         for row, hidden in zip(rows, last, strict=True):
             assert_close(hidden, reference_hidden(params, config, row[: t + 1])[-1], 5e-5)
     assert cache.length.tolist() == [4, 4]
+
+
+def test_heads_of_latent_attention_are_split_over_devices():
+    """Though they are one group, which all devices along tensor hold whole."""
+    config, params = config_of("deepseek_v3"), params_of("deepseek_v3")
+    tokens, mesh = jnp.array([PROMPTS[0][:3]]), make_mesh(tensor=2)
+    _, prompts = fill(params, config, tokens[:, :2], None, max_length=2)
+    prompts = unstack_layers(prompts)
+    cache = empty_pages(prompts, config, rows=1, size=2, pages=4, max_length=4)
+    first = jnp.array([0])
+    cache = put_in_pages(cache, prompts, first, first, first, config)
+    on_mesh = jax.jit(functools.partial(decode_step, mesh=mesh), static_argnums=1)
+    program = on_mesh.trace(unstack_layers(params), config, tokens[:, 2], cache).jaxpr
+    split = [
+        eqn.params["in_specs"][0]
+        for eqn in program.eqns
+        if eqn.primitive.name == "shard_map" and len(eqn.invars[0].aval.shape) == 4
+    ]
+    assert split == [PartitionSpec(("data", "fsdp"), None, "tensor")] * config.layers
+    last, _ = on_mesh(unstack_layers(params), config, tokens[:, 2], cache)
+    assert_close(last[0], reference_hidden(params, config, PROMPTS[0][:3])[-1], 5e-5)
 
 
 @pytest.mark.parametrize("name", each(NAMES))

@@ -48,7 +48,7 @@ def rows(count, time, seed=0):
 @pytest.mark.parametrize("segmented", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "name",
-    each(["gemma2", "gpt_oss", "gemma3_text", "qwen3", "qwen2", "qwen3_5_text"], default=2),
+    each(["gemma2", "gpt_oss", "youtu", "gemma3_text", "qwen3", "qwen2", "qwen3_5_text"], 3),
 )
 def test_values_and_gradients_are_those_of_xla(name, segmented):
     config, params = config_of(name), params_of(name)

@@ -783,6 +783,38 @@ def test_what_deepseek_v3_refuses(changes, name):
 
 
 @pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("youtu", {"rope_interleave": False, "q_lora_rank": None}),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "dense", "sparse"]}),
+        ("glm4_moe_lite", {"mlp_layer_types": None, "first_k_dense_replace": 2}),
+        ("deepseek_v3", {"n_group": 2, "topk_group": 2, "first_k_dense_replace": 0}),
+    ],
+)
+def test_what_is_written_of_latent_attention_reads_as_it_was(name, changes):
+    config = parse_config(family(name, **changes))
+    alone = dataclasses.replace(config, original="")
+    written = export_config(alone, nested=False, dtype="bfloat16")
+    assert parse_config(written) == config
+    dense = {key: changes[key] for key in ("mlp_layer_types",) if changes.get(key)}
+    assert dense.items() <= written.items()
+    if name == "deepseek_v3":  # vLLM computes the attention factor from these two
+        rope = dict(written["rope_scaling"])
+        del rope["attention_factor"]
+        assert (rope["mscale"], rope["mscale_all_dim"]) == pytest.approx((0.7, 0.9))
+        again = parse_config(written | {"rope_scaling": rope}).attention
+        assert again.scale == pytest.approx(config.attention.scale)
+        expected = config.attention.rope_scaling.attention_factor
+        assert again.rope_scaling.attention_factor == pytest.approx(expected)
+
+
+def test_listed_layers_are_before_the_number_of_dense_ones():
+    """As in transformers, which has the list alone."""
+    listed = {"mlp_layer_types": ["dense", "dense", "sparse"], "first_k_dense_replace": 1}
+    assert parse_config(family("glm4_moe_lite", **listed)).dense_layers == 2
+
+
+@pytest.mark.parametrize(
     "listed", [["dense"], ["sparse", "dense", "sparse"], ["dense", "sparse", 1], 3, [[], [], []]]
 )
 def test_layers_that_are_listed_must_begin_with_the_dense_ones(listed):
