@@ -292,9 +292,9 @@ def decode_step(
                     x, states[held], experts = block(stack, x, states[held], first, xs)
                     chosen.append(experts)
             return finish(x, tuple(states), chosen)
-        layers, own = cache.layers, [stack for stack in config.stacks if not stack.reuses]
-        places = [_places_in_stack(config, stack, cache) for stack in own]
-        for i, stack in enumerate(config.stacks):
+        layers: Any = cache.layers
+        places: list[Array] = []
+        for stack in config.stacks:
             xs = (
                 {name: params["layers"][name] for name, _ in stack.members},
                 layer_flags(config, stack),
@@ -304,8 +304,9 @@ def decode_step(
             if stack.reuses:
                 x, experts = jax.lax.scan(partial(reuse, stack, layers, places[-1][-1]), x, xs)
             else:
+                places.append(_places_in_stack(config, stack, cache))
                 (x, layers), experts = jax.lax.scan(
-                    partial(write, stack), (x, layers), (places[i], xs)
+                    partial(write, stack), (x, layers), (places[-1], xs)
                 )
             if experts is not None:  # [repeats, batch, members, chosen]
                 experts = jnp.moveaxis(experts, 0, 1)
