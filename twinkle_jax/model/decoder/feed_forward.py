@@ -127,8 +127,6 @@ def _mix_experts(
     corrections $b$ have
 
     $$y = \sum_{e \in \text{top-}k(p + b)} w_e \, f_e(x) + f_s(x), \qquad p = \sigma(x R)$$
-
-    where the weights, divided by their sum or not, are multiplied by a factor.
     """
     router = "gate" if experts.swiglu_limit is None else "router"
     routed = _route(x, weights[router], experts, routing)
