@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import REAL_GEMMA4, REAL_GPT_OSS, batch
+from tests.model.families import REAL_GEMMA4, REAL_GLM4_MOE, REAL_GPT_OSS, batch
 from twinkle_jax.model import hidden_states, load_pretrained, output_logits
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
@@ -226,6 +226,14 @@ SHAPES["gpt-oss-20b, two layers, 8 experts of 32"] = REAL_GPT_OSS["20b"] | {
     "sliding_window": 16,
 }
 del SHAPES["gpt-oss-20b, two layers, 8 experts of 32"]["quantization_config"]
+SHAPES["GLM-4.5-Air, two layers, 8 experts of 128"] = REAL_GLM4_MOE["4.5-Air"] | {
+    "vocab_size": 20_000,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
 # Errors of float32 against the largest logit; 5.5e-6 was measured for Qwen3.5, and between 1.7e-6
 # and 2.5e-6 for most others. Gemma 4 does not scale attention logits, which amplifies rounding:
 # from logits in float64 these are off by 8.5e-6, and those of transformers by 4.8e-6.

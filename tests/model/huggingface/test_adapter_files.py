@@ -51,7 +51,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("lora", LORAS)
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text", "glm4_moe"])
 def test_round_trip_is_bit_exact(name, lora, tmp_path):
     config = config_of(name)
     lora = lora if name == "qwen3" else LoraConfig(r=3, target_modules="all-linear")
@@ -306,6 +306,27 @@ def test_adapters_of_all_projections_are_pefts(name, tmp_path):
         return
     assert "v_proj" not in adapter["layers"]["1"]["self_attn"]
     assert "lora_A" in adapter["layers"]["0"]["router"]["proj"]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_peft_opens_that_of_attention_in_a_decoder_of_two_stacks(tmp_path):
+    get = "pip install 'twinkle-jax[test,oracle]'"
+    peft = pytest.importorskip("peft", reason=get)
+    torch = pytest.importorskip("torch", reason=get)
+    transformers = pytest.importorskip("transformers", reason=get)
+    config, params = config_of("glm4_moe"), params_of("glm4_moe")
+    lora = LoraConfig(r=2, target_modules=("q_proj", "k_proj", "v_proj", "o_proj"))
+    adapter = drawn(config, lora)
+    save_pretrained(Decoder(config, params), tmp_path / "base")
+    save_adapter(tmp_path / "adapter", config, lora, adapter)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter")
+    with torch.no_grad():
+        expected = theirs.eval()(input_ids=torch.tensor([[2, 3, 5, 7]])).logits.numpy()
+    adapted = with_adapter(params, config, lora, adapter)
+    hidden = hidden_states(adapted, config, jnp.asarray([[2, 3, 5, 7]]))
+    np.testing.assert_allclose(output_logits(adapted, config, hidden), expected, atol=1e-4)
 
 
 _VISION = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "patch_size": 4}

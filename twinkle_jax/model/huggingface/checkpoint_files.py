@@ -402,7 +402,7 @@ def carried_tensors(config: DecoderConfig, stored: Iterable[str]) -> list[str]:
     """
     names, further = sorted(stored), f"{PREFIX}layers.{config.layers}."
     carried = tuple(x.format(layers=config.layers) for x in FAMILIES[config.model_type].carried)
-    if f"{further}eh_proj.weight" not in stored:  # a layer like those before: these alone are read
+    if f"{further}eh_proj.weight" not in names:  # a layer like those before: these alone are read
         carried = tuple(x for x in carried if x != further)
     reusing = config.stacks[-1].layers if config.reusing_layers else slice(0)
     numbers = range(config.layers)[reusing]
