@@ -66,6 +66,12 @@ MODELS = {
         "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512, "rope_theta": 1e6,
         "rope_local_base_freq": 10000.0, "query_pre_attn_scalar": 256,
     },
+    "Youtu-LLM-2B": {  # latent attention
+        "model_type": "youtu", "vocab_size": 128256, "hidden_size": 2048,
+        "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16,
+        "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128, "v_head_dim": 128, "rope_theta": 1.6e6,
+    },
 }  # fmt: skip
 
 

@@ -111,12 +111,15 @@ def rollout(
     # In a loop over layers, attention to a window is the branch for true.
     branches = topology.startswith("v") and windows and config.attention.window is not None
     true_share = float(config.sliding.mean()) if branches else 1
-    heads = config.attention.key_value_heads * config.attention.head_dim
-    written = 2 * config.repeats * len(config.block) * rows * heads * BLOCK
+    a = config.attention
+    entries = 2 * a.key_value_heads * a.head_dim  # of a token in a layer
+    if a.latent is not None:
+        entries = 2 * a.latent.width + a.rotary_dim
+    written = config.repeats * len(config.block) * rows * entries * BLOCK
     return Rollout(
         weights=_bytes(weights),
         cache=_bytes(layers),
-        filled=2 * 2 * heads * seen,
+        filled=2 * entries * seen,
         # A trip of the loop is several steps on a mesh.
         moved=sum(size for size, _ in traffic(program, step, 1, true_share)) / sizes._STEPS_ON_MESH,
         kernel=2 * 2 * written if topology.startswith("v") else 0,

@@ -81,7 +81,8 @@ def test_a_long_row_holds_no_array_of_time_by_time():
 
 
 @pytest.mark.parametrize(
-    ("model", "rows", "most"), [("Qwen3-4B", 64, 1.3), ("Qwen2.5-0.5B", 256, 1.6)]
+    ("model", "rows", "most"),
+    [("Qwen3-4B", 64, 1.3), ("Qwen2.5-0.5B", 256, 1.6), ("Youtu-LLM-2B", 64, 1.3)],
 )
 def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
     """Narrow heads and many rows: attention's logits are half as large as what it reads."""
@@ -103,6 +104,7 @@ def test_a_step_of_decoding_copies_neither_weights_nor_cache(model, rows, most):
         ("Qwen3-4B", 64, 2048, 1.4),
         ("Qwen2.5-0.5B", 256, 1024, 1.7),
         ("Qwen2.5-0.5B", 256, 2048, 1.55),
+        ("Youtu-LLM-2B", 64, 1024, 1.8),  # by XLA: wider than the kernel takes
     ],
 )
 def test_rows_of_different_lengths_are_read_by_page(model, rows, filled, most):

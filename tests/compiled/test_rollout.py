@@ -48,6 +48,20 @@ def test_rows_of_different_lengths_are_read_once_too(filled, most):
     assert measured.temporary < 0.3 * measured.cache, measured.temporary / measured.cache
 
 
+@pytest.mark.parametrize("filled", [None, 1024])
+def test_latent_attention_reads_its_narrow_vectors_once(filled):
+    """For 16 heads at once; keys and values of each head would be 4.7 times as much."""
+    measured = rollout(
+        "Youtu-LLM-2B", "v5e:2x2", 64, 2048 if filled is None else 8192, filled=filled
+    )
+    assert measured.total < 1.3 * measured.least, (
+        measured.total / measured.least,
+        measured.largest(),
+    )
+    assert measured.moved > 0.95 * measured.least
+    assert measured.cache < 1.3 * measured.filled
+
+
 def test_the_prompt_of_a_group_is_held_and_read_once():
     """Half of a row's 2,048 tokens are the prompt of 8 rows."""
     options = {"filled": 2048, "samples": 8, "prompt": 1024}
