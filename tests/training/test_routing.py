@@ -89,6 +89,7 @@ def test_two_processes_record_as_one_does(folder, tmp_path, variant):
     # At a higher rate AdamW makes much of gradients that are nothing but rounding.
     changes = VARIANTS[variant] | {"mesh__fsdp": 8}
     one, two = tmp_path / "one", tmp_path / "two"
+    two.mkdir()  # the outputs of its processes lie beside the run
     train(run(folder, one, "sampler", **changes))
     run_joined(folder, run(folder, two, "sampler", **changes))
     assert_same_metrics(two / "run", one / "run")
