@@ -27,7 +27,9 @@ TIME, ROWS = 2048, 2  # tokens in a row, rows of a device
 
 def arithmetic() -> None:
     """Print what fits, and what updates must cost at least, for all models and numbers of chips."""
-    dense = [model for model in MODELS if config_of(model).experts is None]  # `ideal` knows these
+    configs = {model: config_of(model) for model in MODELS}
+    # `ideal` knows these.
+    dense = [m for m, c in configs.items() if c.experts is None and c.attention.latent is None]
     settings = [Setting(f"{n} chips", 1, n, 1, ROWS * n, TIME) for n in COUNTS]
     columns = " | ".join(setting.topology for setting in settings)
     print(f"| model | GiB of a chip | {columns} |")

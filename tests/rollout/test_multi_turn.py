@@ -825,6 +825,7 @@ CALLS = {
     "harmony": "<|channel|>analysis<|message|>Twice 21.<|start|>assistant<|channel|>commentary "
     'to=functions.double <|constrain|>json<|message|>{"x": 21}',
     "gemma": "<|channel>thought\nTwice 21.<channel|><|tool_call>call:double{x:21}<tool_call|>",
+    "glm": "<tool_call>double\n<arg_key>x</arg_key>\n<arg_value>21</arg_value>\n</tool_call>",
 }
 
 
@@ -840,7 +841,9 @@ def test_tools_are_called_in_the_form_of_the_chat_template(name, history):
     template = Template(calls_tokenizer(name))
     settings = RolloutConfig(num_samples=1, history=history, max_turns=3, max_episode_tokens=4096)
     rows = PromptBatch([{"messages": [{"role": "user", "content": "?"}], "user_data": []}])
-    for said, answer in ((text, "42"), (text.replace("21}", "21"), "Error: Expecting")):
+    broken = text.replace("21}", "21").replace("</arg_value>", "")
+    error = "Error: the argument 'x'" if name == "glm" else "Error: Expecting"
+    for said, answer in ((text, "42"), (broken, error)):
         engine = Scripted(template, said)
         made = MultiTurn(engine, lambda: ToolEnvironment([double]), settings)
         (episode,) = made.play(None, rows, jax.random.key(0))
