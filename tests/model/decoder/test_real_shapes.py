@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model.families import REAL_GEMMA4, REAL_GLM4_MOE, REAL_GPT_OSS, batch
+from tests.model.families import REAL_GEMMA4, REAL_GLM4_MOE, REAL_GPT_OSS, REAL_LATENT, batch
 from twinkle_jax.model import hidden_states, load_pretrained, output_logits
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
@@ -233,6 +233,34 @@ SHAPES["GLM-4.5-Air, two layers, 8 experts of 128"] = REAL_GLM4_MOE["4.5-Air"] |
     "num_hidden_layers": 2,
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
+}
+SHAPES["GLM-4.7-Flash, two layers, 8 experts of 64"] = REAL_LATENT["GLM-4.7-Flash"] | {
+    "vocab_size": 20_000,
+    "pad_token_id": None,
+    "eos_token_id": None,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+}
+SHAPES["DeepSeek-V3, two layers, 8 experts of 256"] = REAL_LATENT["DeepSeek-V3"] | {
+    "vocab_size": 20_000,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+}
+SHAPES["Youtu-LLM-2B, four layers of 32"] = {
+    "model_type": "youtu",
+    "vocab_size": 20_000,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "num_hidden_layers": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1.6e6},
+    **TIED,
 }
 # Errors of float32 against the largest logit; 5.5e-6 was measured for Qwen3.5, and between 1.7e-6
 # and 2.5e-6 for most others. Gemma 4 does not scale attention logits, which amplifies rounding:
