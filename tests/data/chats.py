@@ -199,7 +199,8 @@ _CALL_TOKENS = {
     "harmony": "<|return|> <|call|> <|end|> <|start|> <|channel|> <|constrain|> <|message|>",
     "gemma": "<turn|> <|turn> <|tool_call> <tool_call|> <|tool_response> <tool_response|> "
     '<|"|> <|channel> <channel|>',
-    "glm": "<|observation|> <|user|> <|assistant|> [gMASK] <sop>",
+    "glm": "<|observation|> <|user|> <|assistant|> [gMASK] <sop> <tool_call> </tool_call> "
+    "<arg_key> </arg_key> <arg_value> </arg_value>",
 }
 
 CORPUS = [

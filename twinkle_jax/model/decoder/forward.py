@@ -19,12 +19,9 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from twinkle_jax.model.decoder.attention import (
     AttentionImplementation,
-    Heads,
     attend_causally,
     attend_more,
     choose_attention,
-    project_heads,
-    project_out,
 )
 from twinkle_jax.model.decoder.cache import Cache
 from twinkle_jax.model.decoder.config import (
@@ -36,6 +33,7 @@ from twinkle_jax.model.decoder.config import (
 )
 from twinkle_jax.model.decoder.delta_net import delta_net
 from twinkle_jax.model.decoder.feed_forward import feed_forward
+from twinkle_jax.model.decoder.heads import Heads, project_heads, project_out
 from twinkle_jax.model.decoder.layers import (
     RotaryTable,
     add_mixed,

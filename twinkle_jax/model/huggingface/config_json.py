@@ -634,12 +634,17 @@ def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
     if rope.get(_GROWTH) is not None:
         growth = _number(rope, _GROWTH, 0.0)
     sharper, logit_factor = _attention_factor(rope, factor), 1.0
-    if rope.get("kv_lora_rank") is not None and rope.get(_ALL):
+    if rope.get("kv_lora_rank") is not None and rope.get(_ALL):  # only latent attention has it
         logit_factor = _mscale(factor, _number(rope, _ALL, 1.0)) ** 2
     return YarnScaling(
-        factor, length, sharper, **betas, truncate=truncate,
-        query_growth=growth, logit_factor=logit_factor,
-    )  # fmt: skip
+        factor,
+        length,
+        sharper,
+        **betas,
+        truncate=truncate,
+        query_growth=growth,
+        logit_factor=logit_factor,
+    )
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
