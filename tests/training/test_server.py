@@ -474,30 +474,33 @@ def test_settings_that_do_not_fit_a_server(folder, server, tmp_path, changes, na
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["checkpoint", "adapter", "episodes"])
+@pytest.mark.parametrize("kind", ["checkpoint", "adapter", "episodes", "overlap"])
 def test_two_processes_sample_as_one_does(folder, server, tmp_path, kind):
     changes = {
         "checkpoint": {},
         "adapter": {"lora.rank": 2},
         "episodes": EPISODES | {"rollout.history": "append"},
+        "overlap": {"server.overlap": True, "steps": 4, "logging.checkpoint_every": 3},
     }[kind]
     changes = settings(folder, server, tmp_path, steps=2) | {"mesh.fsdp": 8} | changes
     places = {name: {"output_dir": str(tmp_path / name)} for name in ("one", "two")}
     train(config_of(changes | places["one"]))
-    alone, server.asked = server.paths(), []
+    alone, requests, server.asked = server.paths(), drawn(server), []
     run_joined(folder, config_of(changes | places["two"]))
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
+    assert sorted(drawn(server)) == sorted(requests)
     for path in ("/collective_rpc", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
         assert server.paths().count(path) == alone.count(path)  # once, not once a process
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["checkpoint", "adapter"])
+@pytest.mark.parametrize("kind", ["checkpoint", "adapter", "overlap"])
 @pytest.mark.parametrize("lost", [1, 30])
 def test_two_processes_go_on_with_a_server_that_was_restarted(folder, server, tmp_path, kind, lost):
     """Both draw their rows again, though one of them may have lost nothing."""
+    variant = {"overlap": {"server.overlap": True, "steps": 3}, "adapter": {"lora.rank": 2}}
     changes = settings(folder, server, tmp_path, steps=2) | {"mesh.fsdp": 8}
-    changes |= {"optimizer.learning_rate": 1e-2} | ({"lora.rank": 2} if kind == "adapter" else {})
+    changes |= {"optimizer.learning_rate": 1e-2} | variant.get(kind, {})
     places = {name: {"output_dir": str(tmp_path / name)} for name in ("one", "two")}
     train(config_of(changes | places["one"]))
     server.restart()
@@ -544,9 +547,28 @@ def test_a_server_that_fails_ends_all_processes(folder, server, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "step_00000001").is_dir()
 
 
-def test_overlap_in_several_processes_is_refused(folder, server, tmp_path, monkeypatch):
+@pytest.mark.exhaustive
+def test_the_server_samples_while_two_processes_update(folder, server, tmp_path):
+    """Completions are asked for before the step before them is done."""
+    changes = {"server.overlap": True, "mesh.fsdp": 8}
+    written = []
+
+    def look(handler):
+        if handler.body["n"] == 4 and len(drawn(server)) > 2:  # of the second or third step
+            metrics = tmp_path / "run" / "metrics.jsonl"
+            written.append(len(metrics.read_text().splitlines()) if metrics.exists() else 0)
+        return False
+
+    server.take_over["/v1/completions"] = look
+    run_joined(folder, config_of(settings(folder, server, tmp_path) | changes))
+    assert written == [0, 0, 1, 1]  # steps that were done, for each process's share
+
+
+def test_overlapped_episodes_in_several_processes_are_refused(
+    folder, server, tmp_path, monkeypatch
+):
     monkeypatch.setattr(hosts, "several", lambda: True)
-    changes = {"server__overlap": True, "dtype": "float32"}
+    changes = EPISODES | {"server__overlap": True, "dtype": "float32"}
     config = config_of(settings(folder, server, tmp_path, **changes))
     with pytest.raises(ValueError, match=r"server\.overlap"):
         make_engine(config, load_policy(config.model))

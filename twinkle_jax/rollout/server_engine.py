@@ -1,6 +1,6 @@
 """The engine on a vLLM server: it has the weights of each step, and draws the completions.
 
-A run of one process may have it draw those of the next step while the update of this one runs.
+It may draw those of the next step while the update of this one runs.
 """
 
 import re
@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,19 @@ from twinkle_jax.rollout.engine import (
     pad_prompts,
     prompt_ids,
 )
+from twinkle_jax.rollout.hosts import Made
 from twinkle_jax.rollout.rollout import Rollout, RolloutConfig, RolloutSource
 from twinkle_jax.sampler import LENGTH, STOP, Actor, Completions, ServerError
 from twinkle_jax.sampler.requests import DrawnSequence, Stops
 from twinkle_jax.sampler.vllm_sampler import ServedSampler, check_params, usable_modes
-from twinkle_jax.sampler.vllm_server import Client, Deadline, LostServerError, Request, Routing
+from twinkle_jax.sampler.vllm_server import (
+    Client,
+    Deadline,
+    LostServerError,
+    Request,
+    Routing,
+    ServerCompletions,
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,8 @@ class ServerConfig:
         patience: seconds that the run waits for a server that is gone, restarts or is busy, which
             then loads the weights and draws again; afterwards the run ends.
         overlap: whether the completions of the next step are sampled while the update of this one
-            runs, by the policy before that update; not before a checkpoint or an evaluation.
+            runs, by the policy before that update; not before a checkpoint or an evaluation. With
+            several processes, for completions of one turn.
     """
 
     url: str | None = None
@@ -113,6 +122,7 @@ class ServerEngine:
         self._mesh, self._seeded = mesh, seeded
         self._server, self._shared_dir, self._actor = server, shared_dir, actor
         self._loaded: Any = None  # a leaf of the parameters whose weights the server has
+        self._begun: tuple[_Call, _Background[list[ServerCompletions]]] | None = None
         params = _sampling_params(settings)
         with option_names():
             check_params(params, server.vocab)
@@ -220,16 +230,34 @@ class ServerEngine:
                 answers invalidly.
         """
         self.load(params)
+        call = self._call(prompts, key, settings)
+        drawn = self._complete(call)
+        if hosts.several():  # the process that holds a row decodes and scores it
+            drawn = hosts.spread_rows(drawn, self._mesh)
+        return PromptCompletions(*pad_prompts(call.rows), drawn)
+
+    def begin(self, prompts: Sequence[Trajectory], key: jax.Array, settings: RolloutConfig) -> None:
+        """Ask the server for the completions of a later `draw` with the same arguments.
+
+        The server must not load other weights in between. A thread waits for the answers; it
+        computes nothing on devices, where all processes must begin the same in the same order.
+
+        Raises:
+            ValueError: if a prompt is too long.
+        """
+        call = self._call(prompts, key, settings)
+        self._begun = call, _Background(lambda: self._ask(call))
+
+    def _call(
+        self, prompts: Sequence[Trajectory], key: jax.Array, settings: RolloutConfig
+    ) -> "_Call":
         rows = hosts.agreed(
             "encoding prompts",
             lambda: prompt_ids(self.template, prompts, longest=settings.max_prompt_tokens),
         )
         seeds = np.asarray(_prompt_seeds(key, len(rows))).tolist()
         limits = [settings.max_new_tokens] * len(rows)
-        drawn = self.complete(rows, seeds, limits, settings, settings.num_samples)
-        if hosts.several():  # the process that holds a row decodes and scores it
-            drawn = hosts.spread_rows(drawn, self._mesh)
-        return PromptCompletions(*pad_prompts(rows), drawn)
+        return _Call(rows, seeds, limits, settings, settings.num_samples)
 
     def converse(self, params: Params, count: int, settings: RolloutConfig) -> TurnEngine:
         """Draw turns of `count` rows; the server's cache of prefixes has what it read before."""
@@ -237,8 +265,10 @@ class ServerEngine:
         return _ServerTurns(self, count, settings)
 
     def cancel(self) -> None:
-        """End what another thread draws, with a ServerError there."""
+        """End what other threads draw, with a ServerError there."""
         self._server.cancel()
+        if self._begun is not None:
+            self._begun[1].thread.join(_JOIN_SECONDS)
 
     def complete(
         self,
@@ -246,30 +276,15 @@ class ServerEngine:
         seeds: Sequence[int],
         limits: Sequence[int],
         settings: RolloutConfig,
-        num_samples: int = 1,
     ) -> Completions:
-        """Draw completions of token ids, with the weights that were loaded last; host arrays."""
-        part = hosts.deal(len(rows))
+        """Complete each row of token ids once, with the weights loaded last; host arrays."""
+        return self._complete(_Call(rows, seeds, limits, settings, 1))
+
+    def _complete(self, call: "_Call") -> Completions:
+        begun, self._begun = self._begun, None
+        answers = begun[1].result if begun is not None and begun[0] == call else None
         end: Deadline | None = None
-
-        def draw() -> Completions:
-            # Processes join arrays of one width; otherwise it follows the rows that were drawn.
-            width = max(map(len, rows)) + max(limits) - 1 if hosts.several() else None
-            if part.start == part.stop:
-                return _on_rows([], settings.max_new_tokens, self._server.routing, width)
-            answers = self._server.complete(
-                rows[part],
-                _sampling_params(settings),
-                num_samples,
-                Stops(list(self.template.tokenizer.stop_token_ids), []),
-                seeds[part] if self._seeded else [None] * (part.stop - part.start),
-                limits=limits[part],
-                purpose="prompt {}",
-            )
-            drawn = [one for answer in answers for one in answer.drawn]
-            return _on_rows(drawn, settings.max_new_tokens, self._server.routing, width)
-
-        completed: list[Completions] = []
+        completed: list[list[ServerCompletions]] = []
 
         def attempt() -> str | None:
             """Draw, or return the error of a server that is lost."""
@@ -277,7 +292,7 @@ class ServerEngine:
                 with option_names(self._server.timeout):
                     if end is not None:
                         self._server.restore()
-                    completed.append(draw())
+                    completed.append(self._ask(call) if answers is None else answers.result())
             except LostServerError as error:
                 return str(error)
             return None
@@ -285,12 +300,44 @@ class ServerEngine:
         while any(errors := hosts.share("sampling on the server", attempt)):
             # If one process has lost the server, others may have drawn with other weights.
             completed.clear()
+            answers = None
             end = self._wait(end, LostServerError(next(filter(None, errors))))
-        [drawn] = completed
-        of_prompts = jax.tree.map(lambda x: x.reshape(-1, num_samples, *x.shape[1:]), drawn)
-        gathered = hosts.gather_rows(of_prompts, len(rows))
+        drawn = self._lay_out(call, completed[0])
+        of_prompts = jax.tree.map(lambda x: x.reshape(-1, call.num_samples, *x.shape[1:]), drawn)
+        gathered = hosts.gather_rows(of_prompts, len(call.rows))
         completions: Completions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
         return completions
+
+    def _ask(self, call: "_Call") -> list[ServerCompletions]:
+        """Ask for this process's share of the completions."""
+        part = hosts.deal(len(call.rows))
+        if part.start == part.stop:
+            return []
+        return self._server.complete(
+            call.rows[part],
+            _sampling_params(call.settings),
+            call.num_samples,
+            Stops(list(self.template.tokenizer.stop_token_ids), []),
+            call.seeds[part] if self._seeded else [None] * (part.stop - part.start),
+            limits=call.limits[part],
+            purpose="prompt {}",
+        )
+
+    def _lay_out(self, call: "_Call", answers: Sequence[ServerCompletions]) -> Completions:
+        # Processes join arrays of one width; otherwise it follows the rows that were drawn.
+        width = max(map(len, call.rows)) + max(call.limits) - 1 if hosts.several() else None
+        drawn = [one for answer in answers for one in answer.drawn]
+        return _on_rows(drawn, call.settings.max_new_tokens, self._server.routing, width)
+
+
+class _Call(NamedTuple):
+    """Completions that all processes together ask for; see `ServerEngine.complete`."""
+
+    rows: Sequence[list[int]]
+    seeds: Sequence[int]
+    limits: Sequence[int]
+    settings: RolloutConfig
+    num_samples: int
 
 
 @dataclass(frozen=True)
@@ -367,6 +414,27 @@ _POLL = 0.2  # seconds between looks for a signal
 _JOIN_SECONDS = 5.0
 
 
+class _Background(Generic[Made]):
+    """Computes something in a thread.
+
+    Attributes:
+        thread: a daemon, since the process may end while a server takes its time.
+        result: of the computation.
+    """
+
+    def __init__(self, compute: Callable[[], Made]) -> None:
+        self.result: Future[Made] = Future()
+
+        def run() -> None:
+            try:
+                self.result.set_result(compute())
+            except BaseException as error:
+                self.result.set_exception(error)
+
+        self.thread = threading.Thread(target=run, name="next rollout", daemon=True)
+        self.thread.start()
+
+
 class Sampled(NamedTuple):
     """A rollout without rewards, and its prompts."""
 
@@ -378,18 +446,21 @@ class NextRollout:
     """Samples one rollout in a thread, by a policy that the server has.
 
     The update that runs meanwhile deletes the parameters: the source must not read them once the
-    server has loaded them.
+    server has loaded them. With several processes only the server works meanwhile, on completions
+    of prompts: the source is one of `SingleTurn`, which samples them when they are taken.
 
     Args:
         source: samples.
         engine: what the source samples with.
+        settings: of the source.
     """
 
-    def __init__(self, source: RolloutSource, engine: ServerEngine) -> None:
-        self._source, self._engine = source, engine
-        self._prompts: PromptBatch | None = None
-        self._result: Future[Rollout] = Future()
-        self._thread: threading.Thread | None = None
+    def __init__(
+        self, source: RolloutSource, engine: ServerEngine, settings: RolloutConfig
+    ) -> None:
+        self._source, self._engine, self._settings = source, engine, settings
+        self._begun: tuple[PromptBatch, Callable[[], Rollout]] | None = None
+        self._sampling: _Background[Rollout] | None = None
 
     def start(self, params: Params, prompts: PromptBatch, key: jax.Array) -> None:
         """Have the server load these parameters, and begin to sample.
@@ -398,39 +469,39 @@ class NextRollout:
             ServerError: if it cannot load them.
         """
         self._engine.load(params)
-        self._prompts, self._result = prompts, Future()
 
-        def sample() -> None:
-            try:
-                self._result.set_result(self._source.sample(params, prompts, key))
-            except BaseException as error:
-                self._result.set_exception(error)
+        def sample() -> Rollout:
+            return self._source.sample(params, prompts, key)
 
-        # A daemon: the process may end while a server takes its time.
-        self._thread = threading.Thread(target=sample, name="next rollout", daemon=True)
-        self._thread.start()
+        if hosts.several():
+            self._engine.begin(prompts, key, self._settings)
+            self._begun = prompts, sample
+        else:
+            self._sampling = _Background(sample)
+            self._begun = prompts, self._sampling.result.result
 
     def take(self, check: Callable[[], None]) -> Sampled | None:
         """Wait for what was begun, and return it; None if nothing was.
 
         Args:
-            check: called while waiting; may raise.
+            check: called while waiting, in a run of one process; may raise.
 
         Raises:
             Exception: what sampling has raised.
         """
-        if self._prompts is None:
+        if self._begun is None:
             return None
-        while not wait([self._result], timeout=_POLL).done:
+        while self._sampling and not wait([self._sampling.result], timeout=_POLL).done:
             check()
-        prompts, self._prompts = self._prompts, None
-        return Sampled(prompts, self._result.result())
+        (prompts, sample), self._begun = self._begun, None
+        return Sampled(prompts, sample())
 
     def close(self) -> None:
         """Cancel what was begun."""
-        if self._thread is not None and self._thread.is_alive():
+        if self._begun is not None:
             self._engine.cancel()
-            self._thread.join(_JOIN_SECONDS)
+        if self._sampling is not None:
+            self._sampling.thread.join(_JOIN_SECONDS)
 
 
 # Errors.

@@ -40,7 +40,8 @@ def make_engine(
 
     Raises:
         ValueError: if a server cannot sample with these settings, `overlap` is set in a run of
-            several processes, or `update.replay_routing` for a policy without experts.
+            several processes whose episodes have several turns, or `update.replay_routing` for a
+            policy without experts.
     """
     server, routing = config.server, replayed_routing(config, policy.config)
     replays_sampler = config.update.replay_routing == "sampler"
@@ -53,10 +54,12 @@ def make_engine(
             mesh,
             keep_routing=replays_sampler,
         )
-    if server.overlap and hosts.several():
+    if server.overlap and config.many_turns and hosts.several():
+        # After each turn processes exchange what environments answered, between the updates'
+        # own collectives.
         raise ValueError(
-            "server.overlap must be false in a run of several processes, got true in one of "
-            f"{jax.process_count()}"
+            "server.overlap must be false with an environment or tools in several processes, got "
+            f"true in a run of {jax.process_count()}"
         )
     key = os.environ.get("VLLM_API_KEY") or None
     directory = (

@@ -176,7 +176,7 @@ def begin(
             progress = _with_accuracy_before(progress, config, task, policy, engine, display)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
-        ahead = NextRollout(recipe.source, engine)
+        ahead = NextRollout(recipe.source, engine, config.rollout)
     run = Run(config, task, policy, recipe, engine, ahead, loader, checkpoints, log, display, base)
     return run, progress
 
