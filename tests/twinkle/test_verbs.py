@@ -224,6 +224,15 @@ def test_a_mask_that_no_loss_reads(model):
     np.testing.assert_array_equal(masked["loss"], plain["loss"])
 
 
+def test_a_temperature_that_the_loss_does_not_read(model):
+    model.set_loss("GKDLoss")
+    teacher = {"teacher_logits": np.ones((3, 5, 48), np.float32)}
+    with pytest.warns(UserWarning, match="temperature=0.5 changes nothing: GKDLoss"):
+        scaled = model.forward_backward(inputs=INPUTS, temperature=0.5, **teacher)
+    plain = model.forward_backward(inputs=INPUTS, **teacher)
+    np.testing.assert_array_equal(scaled["loss"], plain["loss"])
+
+
 def test_a_forward_pass_returns_the_entropies_that_its_loss_needs(model):
     model.set_loss("GRPOLoss", entropy_coef=0.5)
     whole = model.forward_backward(inputs=INPUTS, **SIDE)["loss"]

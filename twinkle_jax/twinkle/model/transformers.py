@@ -410,7 +410,8 @@ class TransformersModel(SavedPolicy):
             micro_batch_size: sequences at a time; None for all. It changes memory and time only,
                 but for the cross entropy in losses of pairs, a mean over each micro-batch's tokens.
                 A loss of pairs takes an even number.
-            temperature: of the log-probabilities, as it was when sampling.
+            temperature: of the log-probabilities, as it was when sampling. Losses without them,
+                such as `GKDLoss`, which has a temperature of its own, do not read it.
             gradient_accumulation_steps: how many calls make an update, from now on.
             adapter_name: which adapter.
             task: `"causal_lm"` or `"fused_lm_ce"`, which is the same here.
@@ -478,6 +479,11 @@ class TransformersModel(SavedPolicy):
         **options: Any,
     ) -> MutableMapping[str, Any]:
         """Add the gradient of a batch, and report it to the metrics."""
+        if not loss_fn.require_logps and options.get("temperature", 1.0) != 1:
+            warn_once(
+                f"temperature={options['temperature']} changes nothing: {type(loss_fn).__name__} "
+                "reads no log-probabilities"
+            )
         passes = grad_features(
             group.state,
             rows,
