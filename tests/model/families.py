@@ -34,6 +34,7 @@ NAMES = (
     "gemma4_text small",
     "olmo3",
     "smollm3",
+    "exaone4",
     "granite",
     "phi3",
     "gpt_oss",
@@ -48,10 +49,12 @@ ALL = (
     "mistral",
     "glm",
     "seed_oss",
+    "ernie4_5",
     "olmoe",
     "qwen2_moe",
     "qwen3_5_moe_text",
     "glm4_moe_lite",
+    "solar_open",
     *NAMES,
 )  # every row of the table of families, for configurations and checkpoints
 
@@ -202,6 +205,20 @@ _OWN["glm4_moe"] = {  # a dense layer before two with experts, of which no weigh
     "use_qk_norm": True,
     "attention_bias": True,
     "rope_parameters": _OWN["glm"]["rope_parameters"],
+}
+_OWN["exaone4"] = _NO_ENDS | {  # full layers without rotary positions
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    "sliding_window": 3,
+    "rope_parameters": _STRETCHED,
+}
+_OWN["ernie4_5"] = _NO_ENDS
+_OWN["solar_open"] = {
+    key: _OWN["glm4_moe"][key]
+    for key in (
+        *("num_hidden_layers", "n_routed_experts", "num_experts_per_tok"),
+        *("moe_intermediate_size", "n_shared_experts", "routed_scaling_factor", "attention_bias"),
+    )
 }
 _OWN["granite"] = {  # not the defaults, nor powers of two, nor what a head's width says
     "embedding_multiplier": 3.3,

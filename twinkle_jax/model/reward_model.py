@@ -241,7 +241,8 @@ class RewardModel(Reward):
 
         It has one label, this `pad_token_id`, and the template's tokenizer and chat template; no
         head for tokens, and of a vision-language checkpoint the text model alone. transformers has
-        no such class for Granite, OLMoE, Gemma 4, GLM-4.5 and the mixtures of experts of Qwen3.5.
+        no such class for Granite, OLMoE, ERNIE 4.5, Solar Open, Gemma 4, GLM-4.5 to GLM-4.7,
+        Youtu-LLM and the mixtures of experts of Qwen3.5.
         Without a `pad_token_id` it scores one conversation at a time.
 
         Directories, types, files and processes are as for

@@ -101,6 +101,7 @@ def test_written_configs_read_as_what_they_were(name):
     names |= {"gemma2": "Gemma2", "gemma3_text": "Gemma3", "gemma4_text": "Gemma4"}
     names |= {"mistral": "Mistral", "ministral3": "Ministral3"}
     names |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "smollm3": "SmolLM3"}
+    names |= {"exaone4": "Exaone4", "ernie4_5": "Ernie4_5", "solar_open": "SolarOpen"}
     names |= {"granite": "Granite", "phi3": "Phi3", "youtu": "Youtu"}
     names |= {"qwen2_moe": "Qwen2Moe", "qwen3_next": "Qwen3Next", "olmoe": "Olmoe"}
     names |= {"seed_oss": "SeedOss", "glm": "Glm", "glm4": "Glm4", "glm4_moe": "Glm4Moe"}
@@ -841,6 +842,40 @@ def test_layers_of_smollm3_without_rotary_positions():
     assert parse_config(by_interval) == config
     others = dataclasses.replace(config, unrotated_layers=(0, 4))
     assert parse_config(export_config(others, nested=False, dtype="float32")) == others
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"sliding_window": None}, "layer_types"),
+        ({"layer_types": [FULL] * 4}, "sliding_window"),
+        ({"layer_types": None, "sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
+        ({"layer_types": None, "sliding_window_pattern": 1}, "sliding_window"),
+        ({"attention_bias": True}, "attention_bias"),
+    ],
+)
+def test_what_exaone4_refuses(changes, name):
+    refused(family("exaone4") | changes, name)
+
+
+def test_layers_of_exaone4_without_rotary_positions():
+    """Full layers beside sliding ones, as in the 32B; the 1.2B has no windows, and rotates all."""
+    config = parse_config(family("exaone4", layer_types=None, num_hidden_layers=6))
+    assert config.layer_kinds == (SLIDING, SLIDING, SLIDING, FULL, SLIDING, SLIDING)
+    assert config.unrotated_layers == (3,)
+    assert config.second_rotary.tolist() == [False] * 3 + [True] + [False] * 2
+    whole = {"sliding_window": None, "sliding_window_pattern": None}
+    for kinds in (None, [FULL] * 4):
+        config = parse_config(family("exaone4", layer_types=kinds, **whole))
+        assert config.unrotated_layers == () and set(config.layer_kinds) == {FULL}
+        unnamed = dataclasses.replace(config, original="")  # where no key says how layers slide
+        assert parse_config(export_config(unnamed, nested=False, dtype="float32")) == unnamed
+
+
+def test_what_ernie_and_solar_refuse():
+    refused(family("ernie4_5") | {"use_bias": True}, "use_bias")
+    refused(family("solar_open") | {"first_k_dense_replace": 1}, "first_k_dense_replace")
+    refused(family("solar_open") | {"use_qk_norm": True}, "use_qk_norm")
 
 
 @pytest.mark.parametrize(

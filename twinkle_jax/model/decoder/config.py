@@ -473,9 +473,11 @@ class DecoderConfig:
     def second_rotary(self) -> np.ndarray:
         """Which layers take the second of the rotary tables, as a boolean for each.
 
-        Sliding layers do, or those without rotary positions.
+        Those without rotary positions do, or else sliding layers.
         """
-        return self.sliding | np.isin(np.arange(self.layers), self.unrotated_layers)
+        if self.unrotated_layers:
+            return np.isin(np.arange(self.layers), self.unrotated_layers)
+        return self.sliding
 
 
 def _shortest_block(kinds: tuple[str, ...]) -> tuple[str, ...]:

@@ -67,6 +67,8 @@ class Family:
         fused: names of tensors that hold several projections, of those in `FUSED`.
         unrotated_interval: default interval of layers without rotary positions; None: all have
             them.
+        unrotated_full: whether full layers beside sliding ones have no rotary positions. No layer
+            slides where `sliding_window` is null.
         input_norms: whether the inputs of attention and feed-forward are normalised.
         output_norms: whether their outputs are.
         norm_names: names of these norms in checkpoints, where they are not Gemma's.
@@ -120,6 +122,7 @@ class Family:
     uniform_window: bool = False
     fused: tuple[str, ...] = ()
     unrotated_interval: int | None = None
+    unrotated_full: bool = False
     input_norms: bool = True
     output_norms: bool = False
     norm_names: Mapping[str, str] = field(default_factory=dict)
@@ -307,6 +310,45 @@ FAMILIES: dict[str, Family] = {
         window_pattern=4,
         defaults={**_OLMO2.defaults, "rope_theta": 5e5},
     ),
+    "exaone4": Family(
+        "Exaone4ForCausalLM",
+        qk_norm=True,
+        window_pattern=4,
+        sliding_keys=("sliding_window", "sliding_window_pattern"),
+        rope_by_kind=False,
+        unrotated_full=True,
+        input_norms=False,
+        output_norms=True,
+        rope_types=("default", "llama3", "yarn"),
+        defaults={
+            "vocab_size": 102_400,
+            "hidden_size": 4096,
+            "intermediate_size": 16_384,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+        },
+        other_keys={"attention_bias": (False,)},
+    ),
+    "ernie4_5": Family(
+        "Ernie4_5ForCausalLM",
+        head_dim=128,
+        interleaved=True,
+        defaults={
+            "vocab_size": 103_424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+        },
+        other_keys={"use_bias": (False,), "attention_bias": (False,)},
+    ),
     "glm": _GLM,
     "glm4": replace(
         _GLM,
@@ -359,6 +401,33 @@ FAMILIES: dict[str, Family] = {
         },
         other_keys={"output_router_logits": (False,)},
         carried=("model.layers.{layers}.",),
+    ),
+    "solar_open": Family(
+        "SolarOpenForCausalLM",
+        head_dim=128,
+        output_bias=False,
+        corrected_experts=True,
+        defaults={
+            "vocab_size": 196_608,
+            "hidden_size": 4096,
+            "intermediate_size": 10_240,  # of dense layers, of which there are none
+            "num_hidden_layers": 48,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "moe_intermediate_size": 1280,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": True,
+        },
+        other_keys={
+            "first_k_dense_replace": (0,),
+            "use_qk_norm": (False,),
+            "output_router_logits": (False,),
+        },
     ),
     "glm4_moe_lite": Family(
         "Glm4MoeLiteForCausalLM",

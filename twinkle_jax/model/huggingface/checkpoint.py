@@ -100,8 +100,8 @@ def load_pretrained(
     """Read a Hugging Face checkpoint.
 
     Families are Llama, SmolLM3, OLMo 2 and 3, OLMoE, Granite 3, Phi-3 and 4, Mistral, Ministral 3,
-    Seed-OSS, GLM-4 to GLM-4.7, DeepSeek-V3, Youtu-LLM, Qwen2 to Qwen3.6, Gemma 2, the text models
-    of Gemma 3, Gemma 4 and Mistral Small 3, and GPT-OSS.
+    Seed-OSS, EXAONE 4, ERNIE 4.5 (dense), GLM-4 to GLM-4.7, Solar Open, DeepSeek-V3, Youtu-LLM,
+    Qwen2 to Qwen3.6, Gemma 2, the text models of Gemma 3, Gemma 4 and Mistral Small 3, and GPT-OSS.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
     the second, as transformers does. Experts of GPT-OSS in MXFP4 are converted to bfloat16.

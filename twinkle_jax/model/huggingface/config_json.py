@@ -174,7 +174,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         attention=attention,
         full_attention=full_attention,
         **(_per_layer(flat, kinds) if family.global_heads else {}),
-        unrotated_layers=_unrotated_layers(flat, family, len(kinds)),
+        unrotated_layers=_unrotated_layers(flat, family, kinds),
         delta_net=_delta_net(flat, family) if LINEAR in kinds else None,
         experts=experts,
         dense_layers=_dense_layers(flat, family) if family.corrected_experts else 0,
@@ -465,7 +465,10 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     layers = _size(flat, "num_hidden_layers", most=_MOST_LAYERS)
     kinds = flat.get("layer_types")
     uniform = SLIDING if family.uniform_window and _cuts_rows(flat) else FULL
-    if kinds is None and family.uniform_window:
+    slides = bool(family.window_pattern)
+    if family.unrotated_full and flat["sliding_window"] is None:
+        slides = False
+    if kinds is None and (family.uniform_window or (family.window_pattern and not slides)):
         kinds = [uniform] * layers
     elif kinds is None:
         _refuse_windows(flat, layers)
@@ -479,7 +482,7 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
             kinds[-1] = FULL  # as in transformers
     allowed = [uniform]
     allowed += [LINEAR] if family.linear_layers else []
-    allowed += [SLIDING] if family.window_pattern else []
+    allowed += [SLIDING] if slides else []
     valid = isinstance(kinds, list | tuple) and all(kind in allowed for kind in kinds)
     if not valid or len(kinds) != layers:
         raise ValueError(
@@ -491,8 +494,18 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     return tuple(kinds)
 
 
-def _unrotated_layers(flat: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
+def _unrotated_layers(
+    flat: Mapping[str, Any], family: Family, kinds: Sequence[str]
+) -> tuple[int, ...]:
     """Read which layers have no rotary positions: those with a 0 in `no_rope_layers`."""
+    layers = len(kinds)
+    if family.unrotated_full and flat["sliding_window"] is not None:
+        if SLIDING not in kinds:  # transformers then rotates no layer, and vLLM all
+            raise ValueError(
+                f"sliding_window must be null where no layer of layer_types slides, got "
+                f"{_shown(flat['sliding_window'])}"
+            )
+        return tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     if family.unrotated_interval is None:
         return ()
     rotated = flat.get("no_rope_layers")
@@ -915,6 +928,8 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         entries["rope_parameters"] = {FULL: rope}
     if attention.window is not None:
         entries["sliding_window"] = attention.window.size
+    elif family.unrotated_full:
+        entries["sliding_window"] = None
     if attention.window is not None and attention.window.rope_theta is not None:
         theta = attention.window.rope_theta
         entries["rope_parameters"][SLIDING] = {"rope_type": "default", "rope_theta": theta}
