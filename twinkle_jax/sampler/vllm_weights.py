@@ -5,17 +5,16 @@ import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from twinkle_jax.data import SamplingParams
-from twinkle_jax.model import Decoder, merge_adapter, save_pretrained
+from twinkle_jax.model import Decoder, merge_adapter
 from twinkle_jax.model.decoder.lora import walk
+from twinkle_jax.model.huggingface.checkpoint import save_checkpoint
 from twinkle_jax.model.huggingface.saving import remove_remains
 from twinkle_jax.sampler.requests import Actor, Stops
 from twinkle_jax.sampler.vllm_server import (
@@ -262,7 +261,8 @@ def save_for_server(model: Actor, directory: Path) -> None:
     """Write a policy as a checkpoint that a server loads correctly, adapters added to the kernels.
 
     A head that is tied to the embedding is written as a tensor of its own: after `reload_weights`
-    of a tied checkpoint, vLLM 0.32 on a CPU keeps the old head.
+    of a tied checkpoint, vLLM 0.32 on a CPU keeps the old head. The files are not read back: the
+    server's answers prove what it has read.
 
     Raises:
         ValueError: if the directory is that of the checkpoint that the policy was read from; and as
@@ -273,12 +273,8 @@ def save_for_server(model: Actor, directory: Path) -> None:
             f"shared_dir must not hold the policy's checkpoint, {model.source}, which would be "
             f"replaced, got {directory.parent}"
         )
-    params: dict[str, Any] = jax.jit(merge_adapter)(model.params)
-    if model.config.tie_embeddings:
-        params["lm_head"] = {"kernel": params["embed_tokens"]["embedding"].T}
-    config = replace(model.config, tie_embeddings=False)
-    decoder = Decoder(config, params, source=model.source)
-    save_pretrained(decoder, directory, dtype=model.dtype)
+    decoder = Decoder(model.config, merge_adapter(model.params), source=model.source)
+    save_checkpoint(decoder, directory, dtype=model.dtype, for_server=True)
 
 
 def load_adapter(client: Client, deadline: Deadline, directory: Path) -> None:

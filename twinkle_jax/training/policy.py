@@ -282,7 +282,7 @@ def save_policy(
         return
     params = policy.weights
     if policy.lora is not None:
-        params = jax.jit(merge_adapter)(params)
+        params = merge_adapter(params)
     decoder = Decoder(policy.config, params, source=policy.source)
     save_pretrained(decoder, directory, dtype=dtype)
     if hosts.is_first():

@@ -250,6 +250,14 @@ def test_a_merged_bfloat16_kernel_is_rounded_once():
     assert float(merge_adapter(params)["kernel"][0, 0, 0]) == 258
 
 
+def test_merging_copies_nothing_but_the_kernels_with_an_adapter():
+    pair = {"lora_A": jnp.ones((1, 1, 1)), "lora_B": jnp.ones((1, 1, 1)), "lora_scale": jnp.ones(1)}
+    plain = {"kernel": jnp.ones((1, 1, 1)), "bias": jnp.ones((1, 1))}
+    merged = merge_adapter({"q": plain | pair, "k": plain})
+    assert merged["k"]["kernel"] is plain["kernel"] and merged["q"]["bias"] is plain["bias"]
+    assert float(merged["q"]["kernel"][0, 0, 0]) == 2
+
+
 def test_an_adapters_scale_is_not_rounded_to_bfloat16():
     """In bfloat16 2/3 is 0.66797 and 0.9 is 0.89844: both would give 254 for 253⅓."""
     one = jnp.ones((1, 1))

@@ -1,13 +1,16 @@
 """Checkpoints in and out: values, placement, what does not fit; round trips, saves that fail."""
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
-import pathlib
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -497,6 +500,56 @@ def test_what_is_written_is_read_back(decoder, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+def test_for_a_server_the_head_has_a_tensor_and_the_disk_is_not_waited_for(
+    name, tmp_path, monkeypatch
+):
+    decoder = Decoder(config_of(name), params_of(name))
+    options = {"dtype": "bfloat16", "max_shard_size": 9_000}
+    checkpoint.save_checkpoint(decoder, tmp_path / "kept", **options)
+
+    def wait(*arguments):
+        raise AssertionError
+
+    monkeypatch.setattr(saving.os, "fsync", wait)
+    checkpoint.save_checkpoint(decoder, tmp_path / "out", **options, for_server=True)
+    kept, served = (load_pretrained(tmp_path / place) for place in ("kept", "out"))
+    assert not served.config.tie_embeddings
+    expected = kept.params
+    if decoder.config.tie_embeddings:
+        expected |= {"lm_head": {"kernel": expected["embed_tokens"]["embedding"].T}}
+    assert_same(served.params, expected)
+    with pytest.raises(AssertionError):
+        checkpoint.save_checkpoint(decoder, tmp_path / "again", **options)
+
+
+@pytest.mark.parametrize("failing", [1, 2, "last"])
+def test_a_full_disk_is_noticed_at_any_tensor(failing, decoder, tmp_path, monkeypatch):
+    """They are written by a thread."""
+    real, tensors = Path.open, len(checkpoint.list_tensors(decoder, "model.", None))
+
+    def open_full(path, mode="r", *arguments, **options):
+        file = real(path, mode, *arguments, **options)
+        if path.suffix == ".safetensors" and mode == "wb":
+            writes = iter(range(tensors + 1))
+            write = file.write
+
+            def until_full(data):
+                if next(writes) == (tensors if failing == "last" else failing):
+                    raise OSError(errno.ENOSPC, "no space left")
+                return write(data)
+
+            file = SimpleNamespace(write=until_full, close=file.close)
+            return contextlib.closing(file)
+        return file
+
+    monkeypatch.setattr(Path, "open", open_full)
+    monkeypatch.setattr(checkpoint.zlib, "crc32", lambda data: 0)  # what is read back fits
+    with pytest.raises(OSError, match="no space left"):
+        save_pretrained(decoder, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_checkpoint_is_not_written_over_an_adapter(decoder, export):
     """From both together, transformers loads the adapter and its base model."""
     (export / "adapter_config.json").write_text("{}")
@@ -573,7 +626,7 @@ with replace_directory(Path(sys.argv[1])) as fresh:
 
 @pytest.mark.slow
 def test_what_a_killed_save_left_is_removed_by_the_next(decoder, export):
-    root = pathlib.Path(__file__).parents[3]
+    root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", KILLED, str(export)], cwd=root, check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(list(export.parent.iterdir())) == 2

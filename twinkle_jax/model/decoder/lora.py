@@ -207,6 +207,8 @@ def with_adapter(
 def merge_adapter(params: Params) -> dict[str, Any]:
     """Add adapters to the kernels that they change, and remove them; kernels keep their type.
 
+    Parameters without an adapter are not copied, unless this is called inside `jax.jit`.
+
     Raises:
         ValueError: if an adapter has no `lora_scale`, which `with_adapter` adds.
     """
@@ -231,10 +233,13 @@ def merge_adapter(params: Params) -> dict[str, Any]:
 
 
 def _merge(kernels: list[Array], adapter: Mapping[str, Any]) -> list[Array]:
-    """Add an adapter to the kernels, side by side, that it changes.
+    """Add an adapter to the kernels, side by side, that it changes."""
+    return _add(kernels, adapter["lora_A"], adapter["lora_B"], _scale(adapter))
 
-    Stacked kernels are merged layer by layer: all of an 8B model's are 7 GiB in float32.
-    """
+
+@jax.jit
+def _add(kernels: list[Array], a: Array, b: Array, scale: Array) -> list[Array]:
+    """Add an adapter; layer by layer, for all layers of an 8B model are 7 GiB in float32."""
     ends = np.cumsum([kernel.shape[-1] for kernel in kernels])
 
     def merge(layer: tuple[list[Array], Array, Array, Array]) -> list[Array]:
@@ -247,7 +252,7 @@ def _merge(kernels: list[Array], adapter: Mapping[str, Any]) -> list[Array]:
             for kernel, change in zip(kernels, changes, strict=True)
         ]
 
-    layers = kernels, adapter["lora_A"], adapter["lora_B"], _scale(adapter)
+    layers = kernels, a, b, scale
     return jax.lax.map(merge, layers) if kernels[0].ndim > 2 else merge(layers)
 
 

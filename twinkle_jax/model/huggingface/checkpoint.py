@@ -11,8 +11,9 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import getitem
 from pathlib import Path
@@ -56,6 +57,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     first_layers,
     import_safetensors,
     inside,
+    is_transposed,
     layer_number,
     locate,
     match_tensors,
@@ -85,6 +87,7 @@ from twinkle_jax.model.huggingface.saving import (
 
 Partition = Callable[[str, tuple[int, ...]], PartitionSpec]
 Slices = tuple[slice, ...]
+MAX_SHARD_SIZE = 5_000_000_000  # bytes
 ON_THE_HOST = 16 * 2**20  # bytes of the largest leaf whose layers are stacked on the host
 
 
@@ -332,6 +335,7 @@ def _write_piece(stack: Array, piece: Array, at: Array) -> Array:
 
 
 _STORED_DTYPES = {name: stored for stored, name in DTYPES.items()}
+_WIDE = ("bfloat16", "float32")  # types with the range of float32
 
 
 def save_pretrained(
@@ -339,7 +343,7 @@ def save_pretrained(
     directory: str | Path,
     *,
     dtype: DTypeLike | None = None,
-    max_shard_size: int = 5_000_000_000,
+    max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
     """Write a checkpoint that `transformers`, vLLM and `load_pretrained` read.
 
@@ -391,10 +395,21 @@ def save_checkpoint(
     directory: str | Path,
     *,
     dtype: DTypeLike | None,
-    max_shard_size: int,
+    max_shard_size: int = MAX_SHARD_SIZE,
     head: ScoreHead | None = None,
+    for_server: bool = False,
 ) -> None:
-    """Write a decoder, or a reward model: see `save_pretrained`."""
+    """Write a decoder, or a reward model: see `save_pretrained`.
+
+    Args:
+        decoder: likewise.
+        directory: likewise.
+        dtype: likewise.
+        max_shard_size: likewise.
+        head: of a reward model.
+        for_server: True neither reads the files back nor waits for the disk: they need not outlast
+            a lost machine. The embedding is written as the head, too, where it serves as one.
+    """
     import_safetensors()
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
@@ -404,9 +419,9 @@ def save_checkpoint(
             f"merge_adapter, or write it with save_adapter, got {'/'.join(adapted[0])}"
         )
     _check_params(decoder, head)
-    gathers = [tensor.gather for tensor in _with_head(decoder, PREFIX, dtype, head)]
+    gathers = [tensor.gather for tensor in _with_head(decoder, PREFIX, dtype, head, for_server)]
     target = Path(directory).expanduser()
-    write = partial(_write_checkpoint, decoder, head, target, dtype, max_shard_size)
+    write = partial(_write_checkpoint, decoder, head, target, dtype, max_shard_size, for_server)
     arrays = decoder.params, None if head is None else head.weights
     write_once(f"save_pretrained to {directory}", arrays, gathers, write)
 
@@ -479,18 +494,27 @@ def list_tensors(decoder: Decoder, prefix: str, dtype: DTypeLike | None) -> list
             stacked = path[0] == "layers"
             layer = layer_number(config, path, repeat) if stacked else -1
             for piece in _pieces(name, p, (repeat,) if stacked else ()):
+                # What devices can do takes a host with few cores long.
+                whole = len(leaves) == 1 and piece.columns == slice(None)
+                on_device = whole and p.transposed and is_transposed(path)
                 tensor = ExportTensor(
                     piece.name,
                     _STORED_DTYPES[to.name],
                     stored_shape(p._replace(shape=piece.shape)),
-                    partial(_gather_joined, leaves, piece.place),
+                    partial(
+                        _gather_joined,
+                        leaves,
+                        piece.place,
+                        dtype=to if to.name in _WIDE else None,
+                        transposed=on_device,
+                    ),
                     partial(
                         host_tensor,
                         piece.name,
                         path,
                         dtype=to,
                         columns=piece.columns,
-                        transposed=p.transposed,
+                        transposed=p.transposed and not on_device,
                     ),
                 )
                 rows.append((layer, tensor))
@@ -502,10 +526,15 @@ def _written_dtype(array: jax.Array, dtype: DTypeLike | None) -> np.dtype[Any]:
 
 
 def _with_head(
-    decoder: Decoder, prefix: str, dtype: DTypeLike | None, head: ScoreHead | None
+    decoder: Decoder, prefix: str, dtype: DTypeLike | None, head: ScoreHead | None, for_server: bool
 ) -> list[ExportTensor]:
     """List the decoder's tensors, and then that of the head."""
     tensors = list_tensors(decoder, prefix, dtype)
+    if for_server and decoder.config.tie_embeddings:
+        config, path = replace(decoder.config, tie_embeddings=False), ("lm_head", "kernel")
+        [name] = stored_names(config, path, parameter_table(config)[path], prefix)
+        embedding = next(tensor for tensor in tensors if tensor.name.endswith(EMBEDDING))
+        tensors.append(embedding._replace(name=name))
     if head is None:
         return tensors
     to = _written_dtype(head.weights, dtype)
@@ -517,9 +546,11 @@ def _with_head(
     return [*tensors, ExportTensor(SCORE, _STORED_DTYPES[to.name], shape, copy, as_row)]
 
 
-def _gather_joined(leaves: Sequence[jax.Array], place: tuple[int, ...]) -> np.ndarray:
-    """Copy parameters of one tensor to the host, side by side."""
-    arrays = [gather(leaf, place) for leaf in leaves]
+def _gather_joined(
+    leaves: Sequence[jax.Array], place: tuple[int, ...], **options: Any
+) -> np.ndarray:
+    """Copy parameters of one tensor to the host, side by side; options are those of `gather`."""
+    arrays = [gather(leaf, place, **options) for leaf in leaves]
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
 
 
@@ -562,7 +593,7 @@ def host_tensor(
         raise ValueError(f"{name} must be finite to be saved, got NaN or infinity")
     with np.errstate(over="ignore"):
         array = values.astype(dtype, copy=False)
-    if not all_finite(array):
+    if array.dtype != values.dtype and not all_finite(array):
         raise ValueError(f"{name} must fit {dtype.name}, got larger values of {values.dtype.name}")
     return np.ascontiguousarray(to_stored(path, array, transposed=transposed))
 
@@ -573,6 +604,7 @@ def _write_checkpoint(
     target: Path,
     dtype: DTypeLike | None,
     max_shard_size: int,
+    for_server: bool,
     gathers: Sequence[Gather],
 ) -> None:
     """Write everything; `gathers` belong to the tensors that `_with_head` lists."""
@@ -583,13 +615,19 @@ def _write_checkpoint(
         tensors = [
             tensor._replace(gather=gather_values)
             for tensor, gather_values in zip(
-                _with_head(decoder, stored_prefix(stored), dtype, head), gathers, strict=True
+                _with_head(decoder, stored_prefix(stored), dtype, head, for_server),
+                gathers,
+                strict=True,
             )
         ]
-        with replace_directory(target) as fresh:
-            _write_shards(fresh, tensors + carried, max_shard_size)
+        with replace_directory(target, durable=not for_server) as fresh:
+            _write_shards(fresh, tensors + carried, max_shard_size, not for_server)
             main = decoder.params["embed_tokens"]["embedding"].dtype if dtype is None else dtype
-            config = export_config(decoder.config, nested=bool(carried), dtype=jnp.dtype(main).name)
+            config = export_config(
+                replace(decoder.config, tie_embeddings=False) if for_server else decoder.config,
+                nested=bool(carried),
+                dtype=jnp.dtype(main).name,
+            )
             _write_json(fresh / CONFIG, config if head is None else config | head.entries)
             if head is not None:
                 head.write_tokenizer(fresh)
@@ -638,16 +676,18 @@ def _carried_from_source(decoder: Decoder, stack: ExitStack) -> list[ExportTenso
     ]
 
 
-def _write_shards(directory: Path, tensors: list[ExportTensor], max_shard_size: int) -> None:
+def _write_shards(
+    directory: Path, tensors: list[ExportTensor], max_shard_size: int, compared: bool
+) -> None:
     """Write one file, or several and their index."""
     shards = _plan(tensors, max_shard_size)
     if len(shards) == 1:
-        write_safetensors(directory / SINGLE, shards[0])
+        write_safetensors(directory / SINGLE, shards[0], compared)
         return
     weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, 1):
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(directory / name, shard)
+        write_safetensors(directory / name, shard, compared)
         weight_map |= {tensor.name: name for tensor in shard}
     size = sum(tensor.nbytes for tensor in tensors)
     _write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
@@ -666,11 +706,16 @@ def _plan(tensors: list[ExportTensor], max_shard_size: int) -> list[list[ExportT
     return shards
 
 
-def write_safetensors(path: Path, tensors: Iterable[ExportTensor]) -> None:
-    """Write a file tensor by tensor, and compare what safetensors reads with what was written.
+def write_safetensors(path: Path, tensors: Iterable[ExportTensor], compared: bool) -> None:
+    """Write a file tensor by tensor, while the next one is copied to the host.
 
     The library's own writer needs all tensors in memory. The file is an 8-byte length, a JSON
     header and the bytes of the tensors.
+
+    Args:
+        path: of the file.
+        tensors: what to write.
+        compared: whether to compare what safetensors reads with what was written.
     """
     # Wide types first: PyTorch refuses tensors whose offset is not a multiple of their item size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.itemsize)
@@ -682,12 +727,24 @@ def write_safetensors(path: Path, tensors: Iterable[ExportTensor]) -> None:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, too
     checksums = {}
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as thread:
+
+        def write(name: str, values: np.ndarray) -> None:
+            file.write(values.data)
+            if compared:
+                checksums[name] = zlib.crc32(values.data)
+
         file.write(len(text).to_bytes(8, "little") + text)
+        last: Future[None] | None = None
         for tensor in tensors:
             values = _bytes_of(tensor.fetch())
-            file.write(values.data)
-            checksums[tensor.name] = zlib.crc32(values.data)
+            if last is not None:
+                last.result()
+            last = thread.submit(write, tensor.name, values)
+        if last is not None:
+            last.result()
+    if not compared:
+        return
     with import_safetensors().safe_open(path, framework="np") as stored:
         for name, checksum in checksums.items():
             if zlib.crc32(_bytes_of(stored.get_tensor(name)).data) != checksum:

@@ -490,7 +490,12 @@ def to_stored(path: tuple[str, ...], values: np.ndarray, *, transposed: bool = T
     """Transpose a parameter of one layer to the orientation of checkpoints; a view if possible."""
     if "conv1d" in path:
         return values.T[:, None]
-    return values.swapaxes(-1, -2) if transposed and path[-1] in _TRANSPOSED else values
+    return values.swapaxes(-1, -2) if transposed and is_transposed(path) else values
+
+
+def is_transposed(path: tuple[str, ...]) -> bool:
+    """Whether checkpoints hold a matrix with exchanged axes."""
+    return "conv1d" not in path and path[-1] in _TRANSPOSED
 
 
 def read_part(

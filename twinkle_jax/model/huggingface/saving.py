@@ -66,12 +66,17 @@ def names_path(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def replace_directory(target: Path) -> Iterator[Path]:
+def replace_directory(target: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield an empty directory; when the block ends without an exception, it replaces the target.
 
     The directory lies beside the target, on the same file system. After an exception, or if the
     process is killed at any moment, the target is unchanged. The next save removes what a killed
     one left behind.
+
+    Args:
+        target: the directory to replace, or to make.
+        durable: whether to wait until the disk has the files: otherwise a machine that is lost may
+            leave neither the old ones nor the new ones.
     """
     target = target.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -80,11 +85,11 @@ def replace_directory(target: Path) -> Iterator[Path]:
     try:
         with names_path(target):
             yield partial
-            for path in partial.rglob("*"):
+            for path in (*partial.rglob("*"), partial) if durable else ():
                 _sync(path)
-            _sync(partial)
             _swap(partial, target)
-            _sync(target.parent)
+            if durable:
+                _sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         os.close(lock)
@@ -182,19 +187,39 @@ def is_spread(tree: Any) -> bool:
     return not all(array.is_fully_addressable for array in arrays)
 
 
-def gather(array: jax.Array, index: tuple[int, ...] = ()) -> np.ndarray:
+def gather(
+    array: jax.Array,
+    index: tuple[int, ...] = (),
+    *,
+    dtype: np.dtype[Any] | None = None,
+    transposed: bool = False,
+) -> np.ndarray:
     """Copy an array, or one entry of its first axes, to the host.
 
     If the array is spread over several processes, all of them must call this.
+
+    Args:
+        array: on devices.
+        index: of the entry.
+        dtype: type to convert to, on the device; None: the array's own.
+        transposed: whether to exchange the last two axes, on the device.
     """
-    if index:
-        shape = array.shape[len(index) :]
-        starts = [np.int32(i) for i in (*index, *(0,) * len(shape))]
-        entry = jax.lax.dynamic_slice(array, starts, ((1,) * len(index)) + shape)
-        array = entry.reshape(shape)
+    if index or transposed or dtype not in (None, array.dtype):
+        numbers = tuple(map(np.int32, index))
+        array = _entry(array, numbers, dtype=dtype or array.dtype, transposed=transposed)
     if is_spread(array):
         array = multihost_utils.process_allgather(array, tiled=True)
     return np.asarray(array)
+
+
+@partial(jax.jit, static_argnames=("dtype", "transposed"))
+def _entry(
+    array: jax.Array, index: tuple[Any, ...], *, dtype: np.dtype[Any], transposed: bool
+) -> jax.Array:
+    for number in index:
+        array = jax.lax.dynamic_index_in_dim(array, number, keepdims=False)
+    array = array.astype(dtype)
+    return array.swapaxes(-1, -2) if transposed else array
 
 
 @contextmanager
