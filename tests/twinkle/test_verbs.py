@@ -1,5 +1,7 @@
 """`TransformersModel`: several adapters, references, evaluation, teachers, Megatron's names."""
 
+import warnings
+
 import jax
 import numpy as np
 import optax
@@ -231,6 +233,10 @@ def test_a_temperature_that_the_loss_does_not_read(model):
         scaled = model.forward_backward(inputs=INPUTS, temperature=0.5, **teacher)
     plain = model.forward_backward(inputs=INPUTS, **teacher)
     np.testing.assert_array_equal(scaled["loss"], plain["loss"])
+    model.set_loss("GRPOLoss")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.forward_backward(inputs=INPUTS, temperature=0.25, **SIDE)
 
 
 def test_a_forward_pass_returns_the_entropies_that_its_loss_needs(model):

@@ -505,22 +505,25 @@ def test_for_a_server_the_head_has_a_tensor_and_the_disk_is_not_waited_for(
     name, tmp_path, monkeypatch
 ):
     decoder = Decoder(config_of(name), params_of(name))
-    options = {"dtype": "bfloat16", "max_shard_size": 9_000}
+    options, waits = {"dtype": "bfloat16", "max_shard_size": 9_000}, []
+    monkeypatch.setattr(saving.os, "fsync", waits.append)
     checkpoint.save_checkpoint(decoder, tmp_path / "kept", **options)
-
-    def wait(*arguments):
-        raise AssertionError
-
-    monkeypatch.setattr(saving.os, "fsync", wait)
+    assert len(waits) == len(list((tmp_path / "kept").iterdir())) + 2  # and both directories
+    waits.clear()
     checkpoint.save_checkpoint(decoder, tmp_path / "out", **options, for_server=True)
+    assert not waits
     kept, served = (load_pretrained(tmp_path / place) for place in ("kept", "out"))
     assert not served.config.tie_embeddings
     expected = kept.params
     if decoder.config.tie_embeddings:
         expected |= {"lm_head": {"kernel": expected["embed_tokens"]["embedding"].T}}
     assert_same(served.params, expected)
-    with pytest.raises(AssertionError):
-        checkpoint.save_checkpoint(decoder, tmp_path / "again", **options)
+
+
+def test_a_value_that_does_not_fit_the_written_type_is_refused(decoder, tmp_path):
+    params = decoder.params | {"norm": {"scale": decoder.params["norm"]["scale"] + 1e5}}
+    with pytest.raises(ValueError, match=r"norm\.weight must fit float16"):
+        save_pretrained(Decoder(decoder.config, params), tmp_path / "out", dtype="float16")
 
 
 @pytest.mark.parametrize("failing", [1, 2, "last"])
