@@ -197,3 +197,17 @@ def test_a_mesh_that_cannot_be_is_refused(folder, tmp_path, name, mesh):
     with pytest.raises(ValueError, match=name):
         train(config(folder, tmp_path / "run", mesh=mesh))
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_tensor_axis_that_does_not_divide_the_heads_is_refused_before_a_step(
+    folder, tmp_path, own
+):
+    changes = {"mesh": MeshConfig(tensor=4)}
+    if not own:
+        changes |= {"model": None, "task": "arithmetic", "reward": None, "warm_start": 0.0}
+        changes |= {"evaluation": EvaluationConfig(every=0)}
+    scorer = small_run.Scorer()
+    with pytest.raises(ValueError, match=r"mesh\.tensor must divide .*\[1, 2\], got 4"):
+        train(config(folder, tmp_path / "run", **changes), reward=scorer if own else None)
+    assert not scorer.calls and not (tmp_path / "run" / "config.json").exists()

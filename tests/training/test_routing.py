@@ -6,13 +6,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.model.families import each
+from tests.model.families import each, family
 from tests.sampler.vllm.fake_server import write_checkpoint
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
 from tests.training.test_hosts import assert_same_metrics
 from tests.training.test_server import EPISODES, settings
+from twinkle_jax.model import parse_config
 from twinkle_jax.training import train
+from twinkle_jax.training.engine import replayed_routing
 
 VARIANTS = {
     "one turn": {},
@@ -93,3 +95,13 @@ def test_two_processes_record_as_one_does(folder, tmp_path, variant):
     train(run(folder, one, "sampler", **changes))
     run_joined(folder, run(folder, two, "sampler", **changes))
     assert_same_metrics(two / "run", one / "run")
+
+
+@pytest.mark.parametrize("replayed", ["sampler", "trainer"])
+def test_a_policy_whose_layers_are_all_dense_has_no_experts_to_replay(replayed):
+    config = config_of({"update.replay_routing": replayed})
+    decoder = parse_config(family("glm4_moe", first_k_dense_replace=3))
+    with pytest.raises(ValueError, match=r"update\.replay_routing .*'glm4_moe'"):
+        replayed_routing(config, decoder)
+    sparse = parse_config(family("glm4_moe", first_k_dense_replace=2))
+    assert replayed_routing(config, sparse) is not None

@@ -108,7 +108,7 @@ def replayed_routing(config: TrainConfig, decoder: DecoderConfig) -> Routing | N
     replayed, routing = config.update.replay_routing, Routing.of(decoder)
     if replayed == "none":
         return None
-    if routing is None:
+    if routing is None or routing.dense >= routing.layers:
         raise ValueError(
             "update.replay_routing must be none for a policy without experts, got "
             f"{replayed} for {decoder.model_type!r}"

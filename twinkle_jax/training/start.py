@@ -296,8 +296,16 @@ def with_dtype(config: TrainConfig, mesh: Mesh | None) -> TrainConfig:
 def read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
     """Read the policy that a configuration names, without adapters; the built-in one if none."""
     if config.model is None:
-        return small_policy(config.seed)
-    policy = load_policy(config.model, mesh=mesh, argument="model")
+        policy = small_policy(config.seed)
+    else:
+        policy = load_policy(config.model, mesh=mesh, argument="model")
+    heads, tensor = policy.config.key_value_heads, config.mesh.tensor
+    if mesh is not None and heads % tensor:  # else the first update finds it
+        fit = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ValueError(
+            f"mesh.tensor must divide the policy's {heads} key-value heads, one of {fit}, "
+            f"got {tensor}"
+        )
     longest = policy.config.attention.longest_row
     if longest is not None and config.longest_row > longest:
         names = "rollout.max_prompt_tokens plus rollout.max_new_tokens"

@@ -5,6 +5,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -143,6 +144,21 @@ def test_experts_are_stored_one_by_one_or_stacked(tmp_path):
     mesh = make_mesh(fsdp=2, tensor=2)
     loaded = load_pretrained(tmp_path, mesh=mesh, partition=partition_rules(mesh))
     assert_same(loaded.params, params_of(name))
+
+
+@pytest.mark.parametrize(
+    "tensor", ["experts.4.gate_proj", "experts.2.up_proj", "experts.3.down_proj"]
+)
+@pytest.mark.parametrize("value", [np.nan, 1e39])
+def test_a_value_that_does_not_fit_is_found_in_its_expert(tensor, value, tmp_path):
+    decoder = Decoder(config_of("glm4_moe"), params_of("glm4_moe"))
+    save_pretrained(decoder, tmp_path, dtype="float64")
+    name = f"model.layers.2.mlp.{tensor}.weight"
+    changed = safetensors.numpy.load_file(tmp_path / "model.safetensors")[name]
+    changed[-1, -1] = value
+    rewrite(tmp_path, {name: changed})
+    with pytest.raises(ValueError, match=f"{re.escape(name)} must"):
+        load_pretrained(tmp_path, dtype="float32")
 
 
 def test_types(export):

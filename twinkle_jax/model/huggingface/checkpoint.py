@@ -268,17 +268,28 @@ class StoredLeaf:
                 yield self._read(layer, (slice(expert, expert + 1), *part[2:]))[0]
 
     def _read(self, layer: int, part: Slices) -> np.ndarray:
-        name = self.names[layer][0]
         stored = read_part(
             self.path, self.slices[layer], part, self.shape[-1], self.first, self.transposed
         )
         if not all_finite(stored):
+            name = self._name_of_bad(layer, part, stored)
             raise ValueError(f"{name} must be finite, got NaN or infinity")
         with np.errstate(over="ignore"):
             values = np.asarray(stored, self.dtype)
         if not all_finite(values):
+            name = self._name_of_bad(layer, part, values)
             raise ValueError(f"{name} must fit {self.dtype}, got larger values of {stored.dtype}")
         return values
+
+    def _name_of_bad(self, layer: int, part: Slices, values: np.ndarray) -> str:
+        """Return the tensor of the first value that is not finite."""
+        names = self.names[layer]
+        if len(names) == 1:
+            return names[0]
+        at = np.argwhere(~np.isfinite(values))[0]
+        expert, column = part[0].start + at[0], part[-1].start + at[-1]
+        each = len(names) // self.shape[1]  # gate and up lie side by side
+        return names[expert * each + column * each // self.shape[-1]]
 
 
 def all_finite(values: np.ndarray) -> bool:
