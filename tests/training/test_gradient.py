@@ -224,6 +224,17 @@ def test_losses_that_are_refused():
         grad_step(fresh(), BATCH, config_of("qwen3"), GRPOLoss)
     with pytest.raises(TypeError, match="old_values"):
         grad_step(fresh(), BATCH, config_of("qwen3"), PPOValueLoss())
+    # A function does not say what its sum is divided by, and a mean would be divided again.
+    with pytest.raises(TypeError, match=r"divides_by.*get_loss"):
+        grad_step(fresh(), BATCH, config_of("qwen3"), lambda inputs, outputs, **_: LossOutput(0.0))
+    # Labels of token 7 would have no loss, and still count in what the loss is divided by.
+    with pytest.raises(ValueError, match=r"ignore_index.*got 7"):
+        grad_step(fresh(), BATCH, config_of("qwen3"), GRPOLoss(ignore_index=7))
+
+
+def test_coefficients_may_be_arrays_of_numpy():
+    static, traced = split_loss(dataclasses.replace(GRPO, epsilon=np.array(0.25)))
+    assert hash(static) == hash(split_loss(GRPO)[0]) and traced["epsilon"] == 0.25
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, np.nan])
@@ -233,6 +244,17 @@ def test_temperatures_that_are_refused(temperature):
         lambda: score_batch(params_of("qwen3"), BATCH, config_of("qwen3"), temperature=temperature),
     ):
         with pytest.raises(ValueError, match="temperature"):
+            call()
+
+
+def test_a_temperature_is_one_number():
+    """As many as tokens would be one for each; any other number of them an error of the loss."""
+    several = jnp.ones(BATCH.tokens.size)
+    for call in (
+        lambda: grad_step(fresh(), BATCH, config_of("qwen3"), GRPO, temperature=several),
+        lambda: score_batch(params_of("qwen3"), BATCH, config_of("qwen3"), temperature=several),
+    ):
+        with pytest.raises(ValueError, match="temperature must be one number"):
             call()
 
 

@@ -160,6 +160,15 @@ def test_limits_that_are_no_numbers():
             apply_gradients(state_of([6, 8], 2), SGD, max_grad_norm=limit)
 
 
+def test_rates_that_are_no_numbers():
+    for rate in (True, "1e-3", None, optax.constant_schedule(1e-3)):
+        with pytest.raises(TypeError, match="learning_rate"):
+            apply_gradients(state_of([6, 8], 2), SGD, learning_rate=rate)
+    for name in ("learning_rate", "max_grad_norm"):  # two would be one for each entry of w
+        with pytest.raises(ValueError, match=f"{name} must be one number"):
+            apply_gradients(state_of([6, 8], 2), SGD, **{name: jnp.ones(2)})
+
+
 def test_bfloat16_parameters_have_a_float32_optimizer():
     optimizer = optax.adam(1.0)
     state = state_of([1, -1], 1, optimizer, dtype="bfloat16")

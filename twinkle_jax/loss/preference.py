@@ -34,6 +34,7 @@ from twinkle_jax.loss.per_token import (
     PerToken,
     floats,
     masked_inputs,
+    one_number,
     token_mean,
 )
 from twinkle_jax.loss.supervised import cross_entropy
@@ -662,7 +663,7 @@ def _pair_mean(
         pairs = count if denominator is None else jnp.sum(labelled)
         weight = jnp.asarray(sft_weight, losses.dtype) * jnp.asarray(pairs, losses.dtype)
         total += weight * chosen
-    return LossOutput(total / jnp.asarray(count, losses.dtype))
+    return LossOutput(total / one_number("denominator", count, losses.dtype))
 
 
 def _reference(

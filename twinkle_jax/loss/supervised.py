@@ -31,6 +31,7 @@ from twinkle_jax.loss.per_token import (
     checked_mask,
     floats,
     masked_inputs,
+    one_number,
     token_mean,
 )
 
@@ -620,7 +621,7 @@ class MSELoss(Loss, name="mse"):
             )
         errors = jnp.square(predictions - jax.lax.stop_gradient(targets))
         count = max(1, errors.size) if denominator is None else denominator
-        return LossOutput(jnp.sum(errors) / jnp.asarray(count, errors.dtype))
+        return LossOutput(jnp.sum(errors) / one_number("denominator", count, errors.dtype))
 
 
 @dataclass(frozen=True)

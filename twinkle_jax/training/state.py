@@ -190,7 +190,8 @@ def apply_gradients(
 
     Raises:
         ValueError: if the state was made without an optimizer or with another one, or
-            `max_grad_norm` is not above 0.
+            `max_grad_norm` is not above 0, or one of both is several numbers.
+        TypeError: if the learning rate or the limit is not a number.
     """
     if state.optimizer_state is None:
         raise ValueError(
@@ -199,7 +200,7 @@ def apply_gradients(
     limit = np.inf if max_grad_norm is None else max_grad_norm
     return _apply(
         state,
-        traced_scalar(learning_rate),
+        traced_scalar("learning_rate", learning_rate),
         positive_scalar("max_grad_norm", limit),
         when,
         optimizer=optimizer,
