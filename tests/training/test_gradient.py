@@ -13,8 +13,16 @@ from tests.model.families import config_of, each, params_of
 from tests.model.training import ADAMW, accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
-from twinkle_jax.model import LoraConfig, hidden_states, output_logits, with_adapter
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    hidden_states,
+    output_logits,
+    prefill,
+    with_adapter,
+)
 from twinkle_jax.model.decoder.lora import init_adapter
+from twinkle_jax.sampler import Conversations, generate, generate_many
 from twinkle_jax.training import (
     StepSummary,
     add_summaries,
@@ -215,6 +223,40 @@ def test_adapters_under_vmap():
 def test_a_batch_is_checked():
     with pytest.raises(TypeError, match="labels"):
         grad_step(fresh(), BATCH._replace(labels=jnp.zeros((4, 8))), config_of("qwen3"), GRPOLoss())
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
+def test_an_empty_batch_is_refused(shape):
+    empty = np.zeros(shape, int)
+    with pytest.raises(ValueError, match="tokens must have at least one row and one position"):
+        grad_step(fresh(), Batch(empty, empty), config_of("qwen3"), GRPO)
+
+
+def test_what_holds_parameters_is_not_parameters():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    decoder = Decoder(config, params)
+    with pytest.raises(TypeError, match=r"state must be a TrainState, .* got dict"):
+        grad_step(params, BATCH, config, GRPO)
+    with pytest.raises(TypeError, match=r"config must be a DecoderConfig, .* got Batch"):
+        grad_step(fresh(), config, BATCH, GRPO)
+    with pytest.raises(TypeError, match=r"params must be .* got Decoder: pass its \.params"):
+        train_state(decoder)
+    for call in (
+        lambda params, config: score_batch(params, BATCH, config),
+        lambda params, config: hidden_states(params, config, BATCH.tokens),
+        lambda params, config: prefill(params, config, BATCH.tokens, max_length=16),
+        lambda params, config: generate(
+            params, config, BATCH.tokens, None, jax.random.key(0), max_new_tokens=2
+        ),
+        lambda params, config: generate_many(
+            params, config, [[1]], jax.random.key(0), max_new_tokens=2
+        ),
+        lambda params, config: Conversations(params, config, 2, max_length=16, max_new_tokens=2),
+    ):
+        with pytest.raises(TypeError, match=r"params must be .* got Decoder: pass its \.params"):
+            call(decoder, config)
+        with pytest.raises(TypeError, match="config must be a DecoderConfig"):
+            call(params, {"model_type": "qwen3"})
 
 
 def test_losses_that_are_refused():

@@ -17,6 +17,7 @@ from twinkle_jax.data.batch import check_batch
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
 from twinkle_jax.model.decoder.layers import map_logits
+from twinkle_jax.model.decoder.parameters import check_decoder
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
 from twinkle_jax.sampler.sampling import threefry_keys
 from twinkle_jax.training.packing import Packing, pack
@@ -200,9 +201,11 @@ def grad_step(
         ValueError: if shapes differ, a token on the host is outside the vocabulary, the mesh does
             not divide the rows or the key-value heads, the temperature is not one number above 0,
             the loss's `ignore_index` is a token, or `packing` is given with a teacher's tokens.
-        TypeError: if tokens or labels are not integers, `loss_fn` is no loss, or `key` is not a
-            typed key.
+        TypeError: if tokens or labels are not integers, `loss_fn` is no loss, `key` is not a
+            typed key, or `state` or `config` is something else.
     """
+    _check_state(state)
+    check_decoder(state.params, config)
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and batch.teacher_tokens is not None:
         raise ValueError("packing must be None with teacher_tokens, got a packing")
@@ -237,6 +240,12 @@ def grad_step(
         transfers=transfers,
         packing=packing,
     )
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        kind = type(state).__name__
+        raise TypeError(f"state must be a TrainState, which train_state makes, got {kind}")
 
 
 @partial(

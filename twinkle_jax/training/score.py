@@ -25,6 +25,7 @@ from twinkle_jax.model import (
 )
 from twinkle_jax.model.decoder.forward import run_rows
 from twinkle_jax.model.decoder.lora import with_dropout
+from twinkle_jax.model.decoder.parameters import check_decoder
 from twinkle_jax.model.decoder.sharding import (
     AXES,
     ROWS,
@@ -273,8 +274,9 @@ def score_batch(
         ValueError: if shapes differ, a token on the host is outside the vocabulary, the temperature
             is not one number above 0, `packing` is given with `with_logits`, or `with_routing` for
             a decoder without experts.
-        TypeError: if tokens or labels are not integers.
+        TypeError: if tokens or labels are not integers, or parameters or `config` something else.
     """
+    check_decoder(params, config)
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and with_logits:
         raise ValueError("with_logits must be False with a packing, got True")

@@ -69,7 +69,7 @@ def train_state(
         [`shard_like_params`][twinkle_jax.model.shard_like_params].
 
     Raises:
-        TypeError: if the optimizer is no Optax transformation.
+        TypeError: if the optimizer is no Optax transformation, or `params` an object with a tree.
 
     Example:
         >>> import jax.numpy as jnp
@@ -78,6 +78,9 @@ def train_state(
         >>> print(state.step, state.gradient_sum["scale"])
         0 [0. 0. 0.]
     """
+    if hasattr(params, "params"):  # such as a decoder, which JAX takes for a tree as well
+        kind = type(params).__name__
+        raise TypeError(f"params must be a tree of arrays, got {kind}: pass its .params")
     optimizer_state = None
     if optimizer is not None:
         optimizer_state = _without_aliases(init_optimizer(optimizer, params), params)
