@@ -120,6 +120,20 @@ def test_what_does_not_fit_is_named():
         gradient(read(ALONE), GRPOLoss(), {"advantage": [1.0, 1.0]})
 
 
+@pytest.mark.parametrize("key", ["atention_mask", "position_id", "loss_mask", "attn_mask"])
+def test_keys_that_look_as_if_they_had_an_effect(key):
+    """Others are columns of a data set, such as its `label`."""
+    with pytest.raises(ValueError, match=rf"inputs\[1\] must have keys among .*, got '{key}': "):
+        read([ALONE[0], ALONE[1] | {key: [1, 1, 0]}])
+    read([ALONE[0] | {"label": 1, "mask": "x", "positions": None, "prompt": "1+1="}])
+
+
+@pytest.mark.parametrize("row", [None, [1.0, None, 1.0]])
+def test_numbers_that_are_missing(row):
+    with pytest.raises(TypeError, match=r"advantages\[1\] must be numbers, got None"):
+        gradient(read(ALONE), GRPOLoss(), {"advantages": [0.5, row]})
+
+
 def test_a_loss_of_pairs_is_given_pairs():
     """Of five sequences the last one would be compared with the padding that makes them six."""
     with pytest.raises(ValueError, match=r"rows must be an even number .* got 5"):
