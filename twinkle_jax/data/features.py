@@ -168,9 +168,21 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
     labels = np.where(kept, row["labels"], IGNORE)
     cast_integers(f"{name}['labels']", labels[labels != IGNORE], 0, vocab_size - 1)
     row["labels"] = labels.astype(np.int32)
+    _check_shift(f"{name}['labels']", row["input_ids"], row["labels"])
     if feature.get("routed_experts") is not None:
         row["routed_experts"] = _experts(f"{name}['routed_experts']", feature, len(tokens))
     return row
+
+
+def _check_shift(name: str, tokens: HostArray, labels: HostArray) -> None:
+    """Refuse labels as transformers' models take them, each the token at its own position."""
+    at = np.flatnonzero(labels[:-1] != IGNORE)
+    if len(at) < 2 or (labels[at] != tokens[at]).any() or (labels[at] == tokens[at + 1]).all():
+        return
+    raise ValueError(
+        f"{name} must be the token that follows each position, got the tokens at the positions "
+        "themselves: shift them by one to the left"
+    )
 
 
 def _experts(name: str, feature: Mapping[str, Any], size: int) -> HostArray:
