@@ -104,7 +104,7 @@ def to_batch(
 
 def train(checkpoint: Path, output: Path, steps: int, seed: int) -> list[float]:
     """Load the policy, train it, save it; return the mean reward of every step."""
-    decoder = load_pretrained(checkpoint)
+    decoder = load_pretrained(checkpoint, dtype="float32")  # small updates are lost in 16 bits
     config, optimizer = decoder.config, optax.adam(1.0)  # the rate goes to apply_gradients
     state = train_state(decoder.params, optimizer)
     digits = jnp.arange(PROMPTS, dtype=jnp.int32)

@@ -391,6 +391,11 @@ def test_each_prompt_once_an_epoch():
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
+def test_prompts_are_dictionaries():
+    with pytest.raises(TypeError, match="a trajectory must be a dictionary"):
+        next(PromptLoader(["1+1="], 1))
+
+
 def test_without_shuffling():
     batches = _seen(PromptLoader(PROMPTS, 4, shuffle=False, epochs=1))
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

@@ -48,6 +48,15 @@ def test_what_is_saved_is_what_was_trained(learnt):
     assert means["trained"] == pytest.approx(np.mean(rewards[-5:]), abs=0.1)
 
 
+def test_a_checkpoint_of_16_bits_is_trained_in_32(tmp_path):
+    """Updates of a real learning rate are smaller than what bfloat16 can add to a parameter."""
+    config = parse_config(example.TINY_QWEN3)
+    first = Decoder(config, init_params(jax.random.key(1), config))
+    save_pretrained(first, tmp_path / "first", dtype="bfloat16")
+    example.train(tmp_path / "first", tmp_path / "trained", steps=1, seed=0)
+    assert load_pretrained(tmp_path / "trained").params["norm"]["scale"].dtype == jnp.float32
+
+
 def test_the_trainer_scores_the_tokens_as_the_sampler_did():
     config = parse_config(example.TINY_QWEN3)
     params = init_params(jax.random.key(1), config)

@@ -470,6 +470,8 @@ def test_errors_about_rows():
         (TypeError, "old_logps", OLD.astype(np.complex64)),
         (TypeError, "advantages", ROW_MASK),
         (TypeError, r"advantages\[1\]", [[1.0] * 2, OLD[1] > 0, [1.0] * 4]),
+        (TypeError, r"advantages\[1\]", [1.0, None, 2.0]),
+        (TypeError, r"old_logps\[2\]", [*ROWS[:2], [-1.0, None, -1.0]]),
     ]:
         with pytest.raises(error, match=f"^{argument}"):
             row_loss(**{argument.split("\\")[0]: data})

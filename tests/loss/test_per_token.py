@@ -180,3 +180,11 @@ def test_errors(name):
         jax.eval_shape(reduce, jnp.zeros((2, 3), int), jnp.ones((2, 3), bool))
     with pytest.raises(TypeError, match="mask"):
         jax.eval_shape(reduce, jnp.zeros((2, 3)), jnp.ones((2, 3)))
+    lengths = jnp.ones(2)  # one loss a row would come out
+    with pytest.raises(ValueError, match="denominator must be one number"):
+        reduce(jnp.zeros((2, 3)), jnp.ones((2, 3), bool), denominator=lengths)
+
+
+def test_the_constant_is_one_number():
+    with pytest.raises(ValueError, match="length must be one number"):
+        constant_length(jnp.zeros((2, 3)), jnp.ones((2, 3), bool), length=jnp.ones(2))

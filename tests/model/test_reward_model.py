@@ -379,6 +379,14 @@ def test_lengths_outside_a_row_make_its_score_nan():
     np.testing.assert_array_equal(np.isnan(scores), [True, False, False, True])
 
 
+def test_tokens_and_lengths_may_be_of_numpy():
+    """Of 64 bits, as NumPy makes them: JAX warned that it has 32."""
+    reward = reward_of()
+    tokens, lengths = (np.asarray(x, np.int64) for x in padded(reward, ANSWERS[:4]))
+    scores = reward_scores(reward.params, reward.head, reward.config, tokens, lengths)
+    np.testing.assert_allclose(scores, reward(ANSWERS[:4]), rtol=1e-5)
+
+
 def test_errors_of_scores_name_the_argument():
     reward, tokens = reward_of(), jnp.zeros((2, 5), int)
 

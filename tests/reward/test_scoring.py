@@ -39,6 +39,25 @@ def test_numbers_of_any_kind_become_floats(values):
     assert all(type(x) is float for x in rewards)
 
 
+def test_a_function_gets_a_ground_truth_for_each_trajectory():
+    """As a built-in reward does, from one for each prompt, or from the trajectories themselves."""
+    seen = []
+
+    def my_reward(trajectories, ground_truths):
+        seen.append(ground_truths)
+        return [0.0] * len(trajectories)
+
+    both = WeightedReward({"mine": my_reward, "same": SAME})
+    answers = completions("a", "b", "a", "b")
+    assert score_trajectories(both, answers, ["a", "b"]).components["same"] == [1, 0, 0, 1]
+    compute_rewards(my_reward, answers, np.array([1, 2]))
+    answers[0]["user_data"] = [("ground_truth", "a")]
+    compute_rewards(my_reward, answers)
+    assert seen == [["a", "a", "b", "b"], [1, 1, 2, 2], ["a", None, None, None]]
+    with pytest.raises(ValueError, match="ground_truths must be one for each of 4"):
+        compute_rewards(my_reward, answers, ["a", "b", "c"])
+
+
 class Unshowable:
     def __repr__(self):
         raise ZeroDivisionError

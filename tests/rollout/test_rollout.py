@@ -104,6 +104,8 @@ def test_a_signal_is_computed_on_the_host_by_the_rule_of_group_statistics(masked
     expected = group_statistics(drawn.rewards, SAMPLES, where=drawn.counted).has_signal
     signal = has_signal(drawn, SAMPLES)
     assert signal.tolist() == expected.tolist()
+    with pytest.raises(ValueError, match="num_samples must divide the 32 trajectories, got 3"):
+        has_signal(drawn, 3)
     assert signal.any() and not signal.all()
 
 

@@ -1,6 +1,7 @@
 """Functions as tools: their description, and how they are called."""
 
 import asyncio
+import functools
 import inspect
 import json
 from typing import Literal
@@ -66,6 +67,10 @@ def test_a_schema_is_the_signature_and_the_docstring():
     with pytest.raises(TypeError, match="args"):
         tool_schema(lambda *args: args)
 
+    for nameless in (lambda query: query, "search", max):
+        with pytest.raises(TypeError, match="tools must"):
+            tool_schema(nameless)
+
     def yields(x: int):
         yield x
 
@@ -75,6 +80,27 @@ def test_a_schema_is_the_signature_and_the_docstring():
     for function in (yields, yields_later):
         with pytest.raises(TypeError, match="yield"):
             tool_schema(function)
+
+
+def test_partial_functions_and_objects_are_shown_as_what_they_call():
+    """A policy was shown a tool called partial, with the docstring of `functools.partial`."""
+
+    class Counter:
+        """Count on."""
+
+        def __call__(self, number: int) -> int:
+            return number + 1
+
+    whole, part = (
+        tool_schema(tool)["function"] for tool in (search, functools.partial(search, kind="web"))
+    )
+    whole["parameters"]["properties"].pop("kind")
+    assert part == whole
+    shown = tool_schema(Counter())["function"]
+    assert (shown["name"], shown["description"]) == ("Counter", "Count on.")
+    assert shown["parameters"]["properties"] == {"number": {"type": "integer"}}
+    answer, *_ = step(ToolEnvironment([Counter()]), call("Counter", number=2))
+    assert answer[0]["content"] == "3"
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,39 @@ def test_what_does_not_fit_is_named():
         gradient(read(ALONE), GRPOLoss(), {"advantage": [1.0, 1.0]})
 
 
+@pytest.mark.parametrize("key", ["atention_mask", "position_id", "loss_mask", "attn_mask"])
+def test_keys_that_look_as_if_they_had_an_effect(key):
+    """Others are columns of a data set, such as its `label`."""
+    with pytest.raises(ValueError, match=rf"inputs\[1\] must have keys among .*, got '{key}': "):
+        read([ALONE[0], ALONE[1] | {key: [1, 1, 0]}])
+    read([ALONE[0] | {"label": 1, "mask": "x", "positions": None, "prompt": "1+1="}])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "labels", "refused"),
+    [
+        ([5, 6, 7, 8], [5, 6, 7, 8], True),  # as transformers' models take them
+        ([5, 6, 7, 8], [-100, 6, 7, 8], True),
+        ([5, 6, 7, 8], [-100, 7, 8, 3], False),
+        ([5, 5, 5, 5], [-100, 5, 5, 5], False),  # one token again and again: both at once
+        ([5, 6, 6, 8], [-100, -100, 6, 8], False),  # a single one may be there by chance
+    ],
+)
+def test_labels_are_the_tokens_that_follow(tokens, labels, refused):
+    row = {"input_ids": tokens, "labels": labels}
+    if not refused:
+        read([row])
+        return
+    with pytest.raises(ValueError, match=r"inputs\[0\]\['labels'\] must be .*: shift them"):
+        read([row])
+
+
+@pytest.mark.parametrize("row", [None, [1.0, None, 1.0]])
+def test_numbers_that_are_missing(row):
+    with pytest.raises(TypeError, match=r"advantages\[1\] must be numbers, got None"):
+        gradient(read(ALONE), GRPOLoss(), {"advantages": [0.5, row]})
+
+
 def test_a_loss_of_pairs_is_given_pairs():
     """Of five sequences the last one would be compared with the padding that makes them six."""
     with pytest.raises(ValueError, match=r"rows must be an even number .* got 5"):

@@ -13,8 +13,16 @@ from tests.model.families import config_of, each, params_of
 from tests.model.training import ADAMW, accumulate, chosen, fresh, random_batch, relative, take
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import GRPOLoss, Loss, LossOutput, PolicyMetrics, PPOValueLoss
-from twinkle_jax.model import LoraConfig, hidden_states, output_logits, with_adapter
+from twinkle_jax.model import (
+    Decoder,
+    LoraConfig,
+    hidden_states,
+    output_logits,
+    prefill,
+    with_adapter,
+)
 from twinkle_jax.model.decoder.lora import init_adapter
+from twinkle_jax.sampler import Conversations, generate, generate_many
 from twinkle_jax.training import (
     StepSummary,
     add_summaries,
@@ -217,6 +225,40 @@ def test_a_batch_is_checked():
         grad_step(fresh(), BATCH._replace(labels=jnp.zeros((4, 8))), config_of("qwen3"), GRPOLoss())
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
+def test_an_empty_batch_is_refused(shape):
+    empty = np.zeros(shape, int)
+    with pytest.raises(ValueError, match="tokens must have at least one row and one position"):
+        grad_step(fresh(), Batch(empty, empty), config_of("qwen3"), GRPO)
+
+
+def test_what_holds_parameters_is_not_parameters():
+    config, params = config_of("qwen3"), params_of("qwen3")
+    decoder = Decoder(config, params)
+    with pytest.raises(TypeError, match=r"state must be a TrainState, .* got dict"):
+        grad_step(params, BATCH, config, GRPO)
+    with pytest.raises(TypeError, match=r"config must be a DecoderConfig, .* got Batch"):
+        grad_step(fresh(), config, BATCH, GRPO)
+    with pytest.raises(TypeError, match=r"params must be .* got Decoder: pass its \.params"):
+        train_state(decoder)
+    for call in (
+        lambda params, config: score_batch(params, BATCH, config),
+        lambda params, config: hidden_states(params, config, BATCH.tokens),
+        lambda params, config: prefill(params, config, BATCH.tokens, max_length=16),
+        lambda params, config: generate(
+            params, config, BATCH.tokens, None, jax.random.key(0), max_new_tokens=2
+        ),
+        lambda params, config: generate_many(
+            params, config, [[1]], jax.random.key(0), max_new_tokens=2
+        ),
+        lambda params, config: Conversations(params, config, 2, max_length=16, max_new_tokens=2),
+    ):
+        with pytest.raises(TypeError, match=r"params must be .* got Decoder: pass its \.params"):
+            call(decoder, config)
+        with pytest.raises(TypeError, match="config must be a DecoderConfig"):
+            call(params, {"model_type": "qwen3"})
+
+
 def test_losses_that_are_refused():
     with pytest.raises(TypeError, match="loss_fn"):
         grad_step(fresh(), BATCH, config_of("qwen3"), "grpo")
@@ -224,6 +266,17 @@ def test_losses_that_are_refused():
         grad_step(fresh(), BATCH, config_of("qwen3"), GRPOLoss)
     with pytest.raises(TypeError, match="old_values"):
         grad_step(fresh(), BATCH, config_of("qwen3"), PPOValueLoss())
+    # A function does not say what its sum is divided by, and a mean would be divided again.
+    with pytest.raises(TypeError, match=r"divides_by.*get_loss"):
+        grad_step(fresh(), BATCH, config_of("qwen3"), lambda inputs, outputs, **_: LossOutput(0.0))
+    # Labels of token 7 would have no loss, and still count in what the loss is divided by.
+    with pytest.raises(ValueError, match=r"ignore_index.*got 7"):
+        grad_step(fresh(), BATCH, config_of("qwen3"), GRPOLoss(ignore_index=7))
+
+
+def test_coefficients_may_be_arrays_of_numpy():
+    static, traced = split_loss(dataclasses.replace(GRPO, epsilon=np.array(0.25)))
+    assert hash(static) == hash(split_loss(GRPO)[0]) and traced["epsilon"] == 0.25
 
 
 @pytest.mark.parametrize("temperature", [0, -1.0, np.nan])
@@ -233,6 +286,17 @@ def test_temperatures_that_are_refused(temperature):
         lambda: score_batch(params_of("qwen3"), BATCH, config_of("qwen3"), temperature=temperature),
     ):
         with pytest.raises(ValueError, match="temperature"):
+            call()
+
+
+def test_a_temperature_is_one_number():
+    """As many as tokens would be one for each; any other number of them an error of the loss."""
+    several = jnp.ones(BATCH.tokens.size)
+    for call in (
+        lambda: grad_step(fresh(), BATCH, config_of("qwen3"), GRPO, temperature=several),
+        lambda: score_batch(params_of("qwen3"), BATCH, config_of("qwen3"), temperature=several),
+    ):
+        with pytest.raises(ValueError, match="temperature must be one number"):
             call()
 
 

@@ -7,7 +7,13 @@ import optax
 import pytest
 
 from tests.model.training import SGD
-from twinkle_jax.training import apply_gradients, clip_gradients, train_state, zero_gradients
+from twinkle_jax.training import (
+    apply_gradients,
+    begin_training,
+    clip_gradients,
+    train_state,
+    zero_gradients,
+)
 
 
 def state_of(gradient, denominator, optimizer=SGD, dtype="float32"):
@@ -158,6 +164,25 @@ def test_limits_that_are_no_numbers():
     for limit in (True, "1"):
         with pytest.raises(TypeError, match="max_grad_norm"):
             apply_gradients(state_of([6, 8], 2), SGD, max_grad_norm=limit)
+
+
+def test_rates_that_are_no_numbers():
+    for rate in (True, "1e-3", None, optax.constant_schedule(1e-3)):
+        with pytest.raises(TypeError, match="learning_rate"):
+            apply_gradients(state_of([6, 8], 2), SGD, learning_rate=rate)
+    for name in ("learning_rate", "max_grad_norm"):  # two would be one for each entry of w
+        with pytest.raises(ValueError, match=f"{name} must be one number"):
+            apply_gradients(state_of([6, 8], 2), SGD, **{name: jnp.ones(2)})
+
+
+@pytest.mark.parametrize("name", ["prodigy", "cocob"])
+def test_optimizers_whose_state_begins_with_the_parameters(name):
+    """Their state is donated with the parameters, and an array cannot be donated twice."""
+    optimizer = getattr(optax.contrib, name)()
+    for begin in (train_state, lambda *args: begin_training(*args, None)):
+        state = filled(begin({"w": jnp.ones(2)}, optimizer), [1, -1])
+        state, info = apply_gradients(state, optimizer)
+        assert info.applied and not np.array_equal(state.params["w"], [1, 1])
 
 
 def test_bfloat16_parameters_have_a_float32_optimizer():

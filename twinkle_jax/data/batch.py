@@ -65,14 +65,16 @@ def check_batch(batch: Batch, vocab_size: int) -> Batch:
     token outside the vocabulary makes hidden states NaN, from its position on at least.
 
     Raises:
-        ValueError: for another shape than the tokens', ids outside the vocabulary, or one of
-            `teacher_logprobs` and `teacher_tokens` alone.
+        ValueError: for an empty batch, another shape than the tokens', ids outside the vocabulary,
+            or one of `teacher_logprobs` and `teacher_tokens` alone.
         TypeError: for tokens that are not integers, or masks that are not booleans.
     """
     converted = {name: _convert(name, x, vocab_size) for name, x in batch._asdict().items()}
     shape = converted["tokens"].shape
     if len(shape) != 2:
         raise ValueError(f"tokens must have the shape [batch, time], got {shape}")
+    if 0 in shape:
+        raise ValueError(f"tokens must have at least one row and one position, got {shape}")
     teacher = converted["teacher_tokens"]
     if (teacher is None) != (converted["teacher_logprobs"] is None):
         raise ValueError("teacher_logprobs and teacher_tokens must both be given, got one of them")

@@ -6,6 +6,7 @@ sequences and dropout need no special case.
 """
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -32,7 +33,11 @@ _ARGUMENT = "it is an argument of forward_backward"
 _HINTS = {
     "segment_ids": _PACKED,
     "cu_seqlens": _PACKED,
-    "completion_mask": "'labels' are -100 where there is no loss",
+    **dict.fromkeys(
+        ("completion_mask", "loss_mask", "assistant_masks"),
+        "'labels' are -100 where there is no loss",
+    ),
+    "attn_mask": "did you mean 'attention_mask'?",
     "pixel_values": _TEXT_ONLY,
     "pixel_values_videos": _TEXT_ONLY,
     "images": _TEXT_ONLY,
@@ -72,7 +77,8 @@ def read_features(
         labels_needed: whether to refuse features without labels. Otherwise every token is scored
             that follows another one of its sequence.
         other_columns: whether features may have further keys, such as the columns of a data set;
-            known keys that belong elsewhere are still refused.
+            known keys that belong elsewhere, and those that are nearly one that is read, are still
+            refused.
 
     Raises:
         ValueError: for unknown keys, lengths that differ, ids outside the vocabulary, and positions
@@ -118,13 +124,20 @@ def _check_keys(name: str, feature: Mapping[str, Any], other_columns: bool) -> N
     for key, value in feature.items():
         if value is None or key in _READ or key in _IGNORED:
             continue
-        if other_columns and key not in _HINTS:
+        # A column of a data set may be called 'label', but hardly 'atention_mask'.
+        near = _misspelt(str(key), 0.92 if other_columns else 0.6)
+        if other_columns and not near and key not in _HINTS:
             continue
-        near = difflib.get_close_matches(str(key), _READ, n=1)
-        hint = _HINTS.get(key, f"did you mean {near[0]!r}?" if near else "")
+        hint = _HINTS.get(key, f"did you mean {near!r}?" if near else "")
         raise ValueError(
             f"{name} must have keys among {', '.join(_READ)}, got {key!r}" + (hint and f": {hint}")
         )
+
+
+@functools.cache  # every row has the same keys
+def _misspelt(key: str, cutoff: float) -> str:
+    """Find the key that is read and looks like this one; empty if there is none."""
+    return "".join(difflib.get_close_matches(key, _READ, n=1, cutoff=cutoff))
 
 
 def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed: bool) -> Feature:
@@ -155,9 +168,21 @@ def _read(name: str, feature: Mapping[str, Any], vocab_size: int, labels_needed:
     labels = np.where(kept, row["labels"], IGNORE)
     cast_integers(f"{name}['labels']", labels[labels != IGNORE], 0, vocab_size - 1)
     row["labels"] = labels.astype(np.int32)
+    _check_shift(f"{name}['labels']", row["input_ids"], row["labels"])
     if feature.get("routed_experts") is not None:
         row["routed_experts"] = _experts(f"{name}['routed_experts']", feature, len(tokens))
     return row
+
+
+def _check_shift(name: str, tokens: HostArray, labels: HostArray) -> None:
+    """Refuse labels as transformers' models take them, each the token at its own position."""
+    at = np.flatnonzero(labels[:-1] != IGNORE)
+    if len(at) < 2 or (labels[at] != tokens[at]).any() or (labels[at] == tokens[at + 1]).all():
+        return
+    raise ValueError(
+        f"{name} must be the token that follows each position, got the tokens at the positions "
+        "themselves: shift them by one to the left"
+    )
 
 
 def _experts(name: str, feature: Mapping[str, Any], size: int) -> HostArray:
@@ -353,8 +378,10 @@ def largest_logits(logits: Any, count: int | None = None) -> tuple[HostArray, Ho
 
 
 def _align(name: str, index: int, values: Any, feature: Feature) -> HostArray:
-    row, labels = np.asarray(values, np.float32), feature["labels"]
-    place, labelled = f"{name}[{index}]", labels != IGNORE
+    labels, place = feature["labels"], f"{name}[{index}]"
+    if values is None or (isinstance(values, list | tuple) and any(x is None for x in values)):
+        raise TypeError(f"{place} must be numbers, got None")  # which NumPy would make NaN
+    row, labelled = np.asarray(values, np.float32), labels != IGNORE
     if row.ndim > 1:
         raise ValueError(f"{place} must be a row of numbers, got shape {row.shape}")
     if name == "advantages" and row.size == 1:

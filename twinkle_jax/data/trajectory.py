@@ -130,6 +130,9 @@ def copy_trajectory(trajectory: Mapping[str, Any]) -> Trajectory:
     Returns:
         The copy.
 
+    Raises:
+        TypeError: if it is no dictionary.
+
     Example:
         >>> prompt = Trajectory(messages=[{"role": "user", "content": " 1+1= "}])
         >>> copy = copy_trajectory(prompt)
@@ -137,6 +140,8 @@ def copy_trajectory(trajectory: Mapping[str, Any]) -> Trajectory:
         >>> prompt["messages"][0]["content"]
         ' 1+1= '
     """
+    if not isinstance(trajectory, Mapping):
+        raise TypeError(f"a trajectory must be a dictionary, got {trajectory!r:.80}")
     return copy_nested(dict(trajectory))
 
 
@@ -154,6 +159,11 @@ def copy_nested(value: Any) -> Any:
 
 class PromptBatch(list[Trajectory]):
     """Copies of prompts and their ground truths; changing them does not change the data set."""
+
+    @classmethod
+    def of(cls, prompts: Iterable[Trajectory]) -> "PromptBatch":
+        """Return a batch as it is, and make one of other prompts."""
+        return prompts if isinstance(prompts, cls) else cls(prompts)
 
     def __init__(self, trajectories: Iterable[Trajectory] = ()) -> None:
         super().__init__(copy_trajectory(trajectory) for trajectory in trajectories)

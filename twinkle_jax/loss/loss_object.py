@@ -409,6 +409,9 @@ def _numbers(name: str, values: Any) -> Any:
     """Convert to an array, to NumPy if nothing is traced: that compiles nothing."""
     if not hasattr(values, "dtype"):
         traced = any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(values))
+        items = values if isinstance(values, list | tuple) else [values]
+        if any(item is None for item in items):  # which NumPy would make NaN
+            raise TypeError(f"{name} must be real numbers, got None")
         values = jnp.asarray(values) if traced else np.asarray(values, dtype=float)
     elif not isinstance(values, jax.Array):
         values = np.asarray(values)

@@ -75,6 +75,13 @@ def masked_advantages(advantages: Advantages, mask: Mask, dtype: jnp.dtype) -> P
     return jnp.where(mask, jax.lax.stop_gradient(spread), 0)
 
 
+def one_number(name: str, value: Coefficient, dtype: jnp.dtype) -> Float[Array, ""]:
+    """Convert a coefficient; a loss divided by one number a row would be one loss a row."""
+    if jnp.shape(value) != ():
+        raise ValueError(f"{name} must be one number, got shape {jnp.shape(value)}")
+    return jnp.asarray(value, dtype)
+
+
 def token_mean(
     losses: PerToken, mask: Mask, *, denominator: Coefficient | None = None
 ) -> Float[Array, ""]:
@@ -91,7 +98,7 @@ def token_mean(
         The loss; 0 if all tokens are masked.
 
     Raises:
-        ValueError: if the shapes differ.
+        ValueError: if the shapes differ, or `denominator` is not one number.
         TypeError: if `losses` is not floating point, or the mask not boolean.
 
     References:
@@ -126,7 +133,7 @@ def sequence_mean(
         The loss; 0 if all tokens are masked.
 
     Raises:
-        ValueError: if the shapes differ.
+        ValueError: if the shapes differ, or `denominator` is not one number.
         TypeError: if `losses` is not floating point, or the mask not boolean.
 
     References:
@@ -162,7 +169,7 @@ def constant_length(
         The loss; 0 if all tokens are masked.
 
     Raises:
-        ValueError: if the shapes differ.
+        ValueError: if the shapes differ, or `length` or `denominator` is not one number.
         TypeError: if `losses` is not floating point, or the mask not boolean.
 
     References:
@@ -176,12 +183,12 @@ def constant_length(
         Array(1.25, dtype=float32)
     """
     (losses,) = masked_inputs(mask, losses=losses)
-    per_sequence = jnp.sum(losses) / jnp.asarray(length, losses.dtype)
+    per_sequence = jnp.sum(losses) / one_number("length", length, losses.dtype)
     sequences = math.prod(losses.shape[:-1])
     return _divided(per_sequence, sequences if denominator is None else denominator)
 
 
 def _divided(total: Float[Array, ""], denominator: Coefficient) -> Float[Array, ""]:
     """Divide; 0 / 0 is 0."""
-    divisor = jnp.asarray(denominator, total.dtype)
+    divisor = one_number("denominator", denominator, total.dtype)
     return total / jnp.where(divisor == 0, 1, divisor)

@@ -34,6 +34,7 @@ from twinkle_jax.loss.per_token import (
     PerToken,
     floats,
     masked_inputs,
+    one_number,
     token_mean,
 )
 from twinkle_jax.loss.supervised import cross_entropy
@@ -115,7 +116,8 @@ def ipo_preference(chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.
 
     $$\ell = \left(\beta (\Delta_w - \Delta_l) - \frac{1}{2\beta}\right)^2$$
 
-    The paper has no $\beta$ before the difference: the same loss at another $\beta$ and scale.
+    The paper has $(\Delta_w - \Delta_l - \frac{1}{2\tau})^2$, as other libraries do with $\tau$
+    for $\beta$: this is $\tau$ times it, at $\tau = \beta^2$. Their 0.1 is 0.32 here.
 
     Args:
         chosen: $\Delta_w$, log-ratio of the chosen sequence to the reference policy, in nats.
@@ -662,7 +664,7 @@ def _pair_mean(
         pairs = count if denominator is None else jnp.sum(labelled)
         weight = jnp.asarray(sft_weight, losses.dtype) * jnp.asarray(pairs, losses.dtype)
         total += weight * chosen
-    return LossOutput(total / jnp.asarray(count, losses.dtype))
+    return LossOutput(total / one_number("denominator", count, losses.dtype))
 
 
 def _reference(

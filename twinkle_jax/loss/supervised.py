@@ -1,13 +1,14 @@
 """Losses with a target: the next token, a teacher's distribution, the returns for a critic."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
@@ -31,6 +32,7 @@ from twinkle_jax.loss.per_token import (
     checked_mask,
     floats,
     masked_inputs,
+    one_number,
     token_mean,
 )
 
@@ -149,18 +151,38 @@ def generalised_jsd(
     size = max(1, min(chunk_size, tokens))
     fill = -tokens % size
 
-    def chunks(logits: TokenLogits) -> Float[Array, "chunks chunk vocab"]:
-        scaled = logits.reshape(tokens, vocab) / jnp.asarray(temperature, logits.dtype)
-        return jnp.pad(scaled, ((0, fill), (0, 0))).reshape(-1, size, vocab)
+    def per_token(
+        student: TokenLogits, teacher: TokenLogits, temperature: Coefficient, beta: Coefficient
+    ) -> PerToken:
+        def chunks(logits: TokenLogits) -> Float[Array, "chunks chunk vocab"]:
+            scaled = logits.reshape(tokens, vocab) / jnp.asarray(temperature, logits.dtype)
+            return jnp.pad(scaled, ((0, fill), (0, 0))).reshape(-1, size, vocab)
 
-    @jax.checkpoint
-    def divergence(pair: tuple[VocabLogprobs, VocabLogprobs]) -> Float[Array, " chunk"]:
-        # A token of probability 0 gets a finite logarithm, since 0 * inf is NaN.
-        student, teacher = (jnp.maximum(jax.nn.log_softmax(x), LEAST_LOGPROB) for x in pair)
-        return _divergence(student, teacher, beta)
+        @jax.checkpoint
+        def divergence(pair: tuple[VocabLogprobs, VocabLogprobs]) -> Float[Array, " chunk"]:
+            # A token of probability 0 gets a finite logarithm, since 0 * inf is NaN.
+            student, teacher = (jnp.maximum(jax.nn.log_softmax(x), LEAST_LOGPROB) for x in pair)
+            return _divergence(student, teacher, beta)
 
-    losses = jax.lax.map(divergence, (chunks(student), chunks(teacher)))
-    return jnp.where(mask, losses.reshape(-1)[:tokens].reshape(mask.shape), 0)
+        losses = jax.lax.map(divergence, (chunks(student), chunks(teacher)))
+        return losses.reshape(-1)[:tokens].reshape(mask.shape)
+
+    losses = _on_any_mesh(per_token, student, teacher, temperature, beta)
+    return jnp.where(mask, losses, 0)
+
+
+def _on_any_mesh(per_token: Callable[..., PerToken], logits: TokenLogits, *others: Any) -> PerToken:
+    """Call a function that reshapes; along axes that are explicit, the compiler spreads chunks."""
+    sharding = jax.typeof(logits).sharding
+    kinds = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
+        return per_token(logits, *others)
+    spread = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:-1]))
+    losses: PerToken = jax.sharding.auto_axes(per_token, axes=explicit, out_sharding=spread)(
+        logits, *others
+    )
+    return losses
 
 
 def _cleaned(
@@ -620,7 +642,7 @@ class MSELoss(Loss, name="mse"):
             )
         errors = jnp.square(predictions - jax.lax.stop_gradient(targets))
         count = max(1, errors.size) if denominator is None else denominator
-        return LossOutput(jnp.sum(errors) / jnp.asarray(count, errors.dtype))
+        return LossOutput(jnp.sum(errors) / one_number("denominator", count, errors.dtype))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from twinkle_jax.data.batch import HostArray, batch_width, pad_rows
 from twinkle_jax.model.decoder.config import DecoderConfig
 from twinkle_jax.model.decoder.families import FAMILIES
 from twinkle_jax.model.decoder.forward import Decoder, Remat, decoder_inputs, run
-from twinkle_jax.model.decoder.parameters import Params
+from twinkle_jax.model.decoder.parameters import Params, check_decoder
 from twinkle_jax.model.decoder.precision import exact_product
 from twinkle_jax.model.decoder.sharding import check_mesh, partition_rules, row_shards
 from twinkle_jax.model.huggingface.adapter_files import save_tokenizer
@@ -341,6 +341,8 @@ def reward_scores(
         >>> print(reward_scores(params, head, config, tokens, lengths))
         [0. 0.]
     """
+    check_decoder(params, config)
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)  # NumPy's may have 64 bits
     if head.shape != (config.hidden_size,):
         raise ValueError(f"head must have the shape ({config.hidden_size},), got {head.shape}")
     if lengths.shape != tokens.shape[:1]:

@@ -146,7 +146,9 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     """Recognise the form of a reward by the names of its parameters.
 
     The first form is `(trajectories, ground_truths)`. The second parameter may be missing or have
-    another name; the parameters of a `Reward` may have any names.
+    another name; the parameters of a `Reward` may have any names. `score_trajectories` and runs
+    call a function with one ground truth for each trajectory, None where there is none, and a
+    `Reward` with what they are given.
 
     The other form is TRL's: a function with a parameter `completions`, called by keyword. It gets
 

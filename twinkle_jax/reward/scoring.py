@@ -121,7 +121,8 @@ def score_trajectories(
         reward: a `WeightedReward`, whose rewards $R_c$ are called one after the other; any other
             `Reward` or function that `as_reward` takes is the only component, with weight 1.
         trajectories: conversations that end with a completion.
-        ground_truths: as for [`Reward`][twinkle_jax.reward.Reward].
+        ground_truths: as for [`Reward`][twinkle_jax.reward.Reward]. A function gets one for each
+            trajectory, None where there is none.
         timeout: seconds for each component; None for no limit. The shorter one counts if a
             `WeightedReward` has a limit, too. A reward that hangs keeps its thread until the
             process ends.
@@ -134,8 +135,9 @@ def score_trajectories(
             the reward, the file and line, and the first trajectory for which the reward raises the
             same when called on it alone.
         TimeoutError: if a reward does not return in time.
-        ValueError: if a reward returns another number of rewards, one that is NaN, infinite or too
-            large for float32.
+        ValueError: if ground truths fit neither trajectories nor prompts (a `Reward` raises it: a
+            RuntimeError); if a reward returns another number of rewards, one that is NaN, infinite
+            or too large for float32.
         TypeError: if it returns anything but numbers and None, or is no reward; or if no reward
             applies to a trajectory.
 
@@ -210,6 +212,8 @@ def _call(
 ) -> list[float | None]:
     """Call one reward, and check that it returns a number or None for each trajectory."""
     name = reward_name(reward)
+    if not isinstance(reward, Reward):  # which matches them itself; a function pairs them up
+        ground_truths = align_ground_truths(trajectories, ground_truths)
     values = _within(timeout, name, reward, trajectories, ground_truths)
     if hasattr(values, "tolist"):
         values = values.tolist()

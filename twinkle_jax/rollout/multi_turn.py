@@ -95,7 +95,7 @@ class MultiTurn:
         Raises:
             EnvironmentFailureError: if too many environments failed.
         """
-        samples = self.settings.num_samples
+        prompts, samples = PromptBatch.of(prompts), self.settings.num_samples
         episodes = self.play(params, prompts, key)
         check_failures(episodes, self.settings.max_failed)
         layout = lay_out_episodes(
@@ -151,6 +151,7 @@ class MultiTurn:
         self, params: Params, prompts: PromptBatch, key: jax.Array
     ) -> tuple[np.ndarray[Any, Any], list[Episode]]:
         """Play episodes and compute the return of each; NaN for failed ones."""
+        prompts = PromptBatch.of(prompts)
         episodes = self.play(params, prompts, key)
         samples = self.settings.num_samples
         truths = [truth for truth in prompts.ground_truths for _ in range(samples)]

@@ -227,11 +227,27 @@ class RolloutSource(Protocol):
         """Score the most probable trajectory of each prompt."""
 
 
-@jax.jit
 def with_advantages(
     batch: Batch, advantages: Float[Array, " rows"] | Float[Array, "rows time"]
 ) -> Batch:
-    """Add advantages to a batch: one number a row, or one a position."""
+    """Add advantages to a batch: one number a row, or one a position, as an array or a list.
+
+    Raises:
+        ValueError: if their shape is neither [rows] nor [rows, time].
+    """
+    advantages = advantages if isinstance(advantages, jax.Array) else np.asarray(advantages)
+    rows, time = batch.tokens.shape
+    if advantages.shape not in ((rows,), (rows, time)):
+        raise ValueError(
+            f"advantages must have shape {(rows,)} (one a row) or {(rows, time)} (one a "
+            f"position), got {advantages.shape}"
+        )
+    with_them: Batch = _with_advantages(batch, advantages)
+    return with_them
+
+
+@jax.jit
+def _with_advantages(batch: Batch, advantages: Float[Array, "rows ..."]) -> Batch:
     if advantages.ndim == 1:
         advantages = jnp.broadcast_to(advantages[:, None], batch.tokens.shape)
     return batch._replace(advantages=advantages.astype(jnp.float32))
@@ -256,6 +272,10 @@ def has_signal(
             column differs.
     """
     rewards = rollout.scores[:, None] if compared is None else compared
+    if len(rewards) % num_samples:
+        raise ValueError(
+            f"num_samples must divide the {len(rewards)} trajectories, got {num_samples}"
+        )
     rewards = rewards.reshape(-1, num_samples, rewards.shape[1])
     kept = ~np.isnan(rewards)
     if rollout.counted is not None:

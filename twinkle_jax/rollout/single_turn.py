@@ -55,12 +55,12 @@ class SingleTurn:
 
     def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
         """Draw completions, and lay them out; their tokens come to the host in one transfer."""
-        samples = self.settings.num_samples
+        prompts, samples = PromptBatch.of(prompts), self.settings.num_samples
         drawn = self.engine.draw(params, prompts, key, self.settings)
         texts = read_texts(drawn, prompts, self.engine.template)
         prompt_lengths = np.repeat(np.asarray(drawn.prompt_mask).sum(axis=1), samples)
         row_lengths = prompt_lengths + texts.lengths - 1
-        batch = training_batch(
+        batch = _laid_out(
             *drawn,
             width=batch_width(int(row_lengths.max()), multiple=self.width_multiple),
             mask_truncated=self.mask_truncated,
@@ -99,6 +99,7 @@ class SingleTurn:
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable completion of each prompt."""
+        prompts = PromptBatch.of(prompts)
         greedy = self.with_settings(num_samples=1, temperature=0.0)
         texts = greedy.complete(params, prompts, jax.random.key(0))
         return score_texts(
@@ -146,7 +147,7 @@ def score_texts(
 
 def training_batch(
     prompts: Int[Array | np.ndarray, "prompts time"],
-    prompt_mask: Bool[Array | np.ndarray, "prompts time"],
+    prompt_mask: Bool[Array | np.ndarray, "prompts time"] | None,
     completions: Completions,
     *,
     advantages: Float[Array, " rows"] | None = None,
@@ -160,21 +161,74 @@ def training_batch(
 
     Args:
         prompts: token ids, one row a prompt.
-        prompt_mask: True for tokens.
+        prompt_mask: True for tokens. None: all are.
         completions: of [`generate`][twinkle_jax.sampler.generate]; those of a prompt are
             consecutive.
         advantages: one for each completion.
-        width: columns; None: the bucket of the longest row, which waits for the lengths.
+        width: columns; None: the bucket of the longest row. Waits for the lengths, unless the
+            longest possible row fits. Where they are traced, longer rows lose their last tokens.
         mask_truncated: exclude truncated completions from the loss.
 
     Returns:
         A batch of [rows, width] tokens, with the experts of each if the completions have them.
+
+    Raises:
+        ValueError: if the completions are not of equal number for each prompt, the mask or the
+            advantages have another shape, or a row is longer than `width`.
+        TypeError: if the mask is not boolean.
     """
-    if width is None:
+    prompts = prompts if isinstance(prompts, jax.Array) else np.asarray(prompts)
+    if prompt_mask is None:
+        prompt_mask = np.ones(prompts.shape, bool)
+    prompt_mask = prompt_mask if isinstance(prompt_mask, jax.Array) else np.asarray(prompt_mask)
+    if prompt_mask.dtype != bool:
+        raise TypeError(f"prompt_mask must be bool, got {prompt_mask.dtype}")
+    if prompt_mask.shape != prompts.shape:
+        raise ValueError(
+            f"prompt_mask must have the shape of prompts, {prompts.shape}, got {prompt_mask.shape}"
+        )
+    count = len(completions.tokens)
+    if count % max(len(prompts), 1) or not count:
+        raise ValueError(
+            f"completions must be of equal number for each of {len(prompts)} prompts, got {count}"
+        )
+    if width is None or _may_cut(prompts, prompt_mask, completions, width):
         lengths = np.asarray(completions.lengths)
         prompt_lengths = np.asarray(prompt_mask).sum(axis=1)
-        rows = np.repeat(prompt_lengths, len(lengths) // len(prompts)) + lengths - 1
-        width = batch_width(int(rows.max()))
+        longest = int((np.repeat(prompt_lengths, count // len(prompts)) + lengths).max()) - 1
+        width = batch_width(longest) if width is None else width
+        if width < longest:
+            raise ValueError(
+                f"width must be at least that of the longest row, {longest}, got {width}"
+            )
+    return _laid_out(
+        prompts,
+        prompt_mask,
+        completions,
+        advantages=advantages,
+        width=width,
+        mask_truncated=mask_truncated,
+    )
+
+
+def _may_cut(prompts: Any, prompt_mask: Any, completions: Completions, width: int) -> bool:
+    """Whether a row may be longer than `width`, and lengths can be looked at."""
+    if width >= prompts.shape[1] + completions.tokens.shape[1] - 1:
+        return False
+    arrays = [x for x in (prompt_mask, completions.lengths) if isinstance(x, jax.Array)]
+    return not any(isinstance(x, jax.core.Tracer) or not x.is_fully_addressable for x in arrays)
+
+
+def _laid_out(
+    prompts: Int[Array | np.ndarray, "prompts time"],
+    prompt_mask: Bool[Array | np.ndarray, "prompts time"],
+    completions: Completions,
+    *,
+    advantages: Float[Array, " rows"] | None = None,
+    width: int,
+    mask_truncated: bool,
+) -> Batch:
+    """Lay rows out as `training_batch` does, in a width that is known to fit them all."""
     routing = completions.routing  # its columns are those of the batch
     if routing is not None:
         completions = completions._replace(routing=None)

@@ -1,6 +1,7 @@
 """Tools: functions that a policy may call, what calls them, and Python in a sandbox."""
 
 import contextlib
+import functools
 import inspect
 import json
 import os
@@ -49,14 +50,15 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
 
     Args:
         function: with type hints, and a docstring in Google's style whose `Args:` describe the
-            parameters. Parameters without a default are required.
+            parameters. Parameters without a default are required. A `functools.partial` has the
+            name and the docstring of its function, without the arguments that it sets by name.
 
     Returns:
         The description that chat templates show to the policy.
 
     Raises:
-        TypeError: if a parameter cannot be passed by name, or the function is a generator, which
-            has no result to show to the policy.
+        TypeError: if it is no function with a name and a signature, a parameter cannot be passed by
+            name, or the function is a generator, which has no result to show to the policy.
 
     Example:
         >>> def add(x: int, y: int = 1) -> int:
@@ -73,16 +75,26 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
     """
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError(f"tools must return their result, got {function!r}, which has a yield")
-    summary, descriptions = _read_docstring(inspect.getdoc(function) or "")
+    named: Any = function
+    given: set[str] = set()  # by a partial, not by the policy
+    while isinstance(named, functools.partial):
+        given |= named.keywords.keys()
+        named = named.func
+    name_of_tool = getattr(named, "__name__", type(named).__name__)
     try:
-        hints = get_type_hints(function)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # text, or a builtin
+        raise TypeError(f"tools must be functions with a signature, got {function!r}") from None
+    summary, descriptions = _read_docstring(inspect.getdoc(named) or "")
+    try:
+        hints = get_type_hints(named if hasattr(named, "__name__") else type(named).__call__)
     except (NameError, TypeError):  # types that exist for type checkers only
         hints = {}
     properties, required = {}, []
-    for name, parameter in inspect.signature(function).parameters.items():
+    for name, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
             raise TypeError(f"tools must take arguments by name, got {name} of {function!r}")
-        if parameter.kind == parameter.VAR_KEYWORD:
+        if parameter.kind == parameter.VAR_KEYWORD or name in given:
             continue
         properties[name] = _json_schema(hints.get(name, Any))
         if name in descriptions:
@@ -90,9 +102,11 @@ def tool_schema(function: Callable[..., Any]) -> Tool:
         if parameter.default is parameter.empty:
             required.append(name)
     parameters = {"type": "object", "properties": properties, "required": required}
-    name = getattr(function, "__name__", type(function).__name__)
+    if name_of_tool == "<lambda>":
+        raise TypeError(f"tools must have a name, got {function!r}: write it with def")
     return Tool(
-        type="function", function={"name": name, "description": summary, "parameters": parameters}
+        type="function",
+        function={"name": name_of_tool, "description": summary, "parameters": parameters},
     )
 
 

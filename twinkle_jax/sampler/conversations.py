@@ -31,6 +31,7 @@ from twinkle_jax.model.decoder.pages import (
     replace_rows,
     whole_rows,
 )
+from twinkle_jax.model.decoder.parameters import check_decoder
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
@@ -115,6 +116,7 @@ class Conversations:
         mesh: Mesh | None = None,
         keep_routing: bool = False,
     ) -> None:
+        check_decoder(params, config)
         sizes.check_count("rows", rows)
         sizes.check_count("max_length", max_length, 2)
         sizes.check_count("max_new_tokens", max_new_tokens)

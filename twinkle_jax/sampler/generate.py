@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Int
 from twinkle_jax.data import bucket_size
 from twinkle_jax.data.batch import cast_integers, pad_tokens, read_integers
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, merge_params
+from twinkle_jax.model.decoder.parameters import check_decoder
 from twinkle_jax.model.decoder.sharding import row_shards
 from twinkle_jax.sampler import sizes
 from twinkle_jax.sampler import slots as device
@@ -118,6 +119,7 @@ def generate(
         >>> drawn.tokens.shape, drawn.lengths.tolist()
         ((4, 4), [4, 4, 4, 4])
     """
+    check_decoder(params, config)
     prompts, mask = _checked_prompts(prompts, prompt_mask, config.vocab_size)
     sizes.check_count("num_samples", num_samples)
     sizes.check_count("max_new_tokens", max_new_tokens)
@@ -190,6 +192,7 @@ def generate_many(
         >>> drawn.lengths.tolist()
         [4, 1, 2]
     """
+    check_decoder(params, config)
     rows = [np.asarray(prompt) for prompt in prompts]
     for i, row in enumerate(rows):
         if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):

@@ -66,8 +66,8 @@ class FeatureRows(NamedTuple):
                 label that follows another one of its sequence.
 
         Raises:
-            ValueError: for keys that are other arguments, lengths that differ, or ids outside the
-                vocabulary.
+            ValueError: for keys that are other arguments, or nearly one of the above, lengths that
+                differ, or ids outside the vocabulary.
             TypeError: for arrays that are not integers.
         """
         features = read_features(

@@ -17,6 +17,7 @@ from twinkle_jax.data.batch import check_batch
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
 from twinkle_jax.model.decoder.layers import map_logits
+from twinkle_jax.model.decoder.parameters import check_decoder
 from twinkle_jax.model.decoder.sharding import constrain, find_mesh, spread_batch
 from twinkle_jax.sampler.sampling import threefry_keys
 from twinkle_jax.training.packing import Packing, pack
@@ -24,7 +25,6 @@ from twinkle_jax.training.score import (
     Transfers,
     positive_scalar,
     score_lines,
-    traced_scalar,
     unpack_scores,
 )
 from twinkle_jax.training.state import TrainState
@@ -99,12 +99,20 @@ def split_loss(loss_fn: Any) -> tuple[Static, dict[str, Any]]:
         raise TypeError(f"loss_fn must be a loss such as {name}(), got the class {name}")
     if not callable(loss_fn):
         raise TypeError(f"loss_fn must be a loss of twinkle_jax.loss, got {loss_fn!r}")
+    if not hasattr(loss_fn, "divides_by"):  # a mean would be divided once more
+        name = getattr(loss_fn, "__name__", repr(loss_fn))
+        raise TypeError(
+            f"loss_fn must say what it divides_by, got {name}: get_loss makes a loss of a function"
+        )
     if not dataclasses.is_dataclass(loss_fn):
         return (loss_fn,), {}
     fields = {f.name: getattr(loss_fn, f.name) for f in dataclasses.fields(loss_fn) if f.init}
     traced = {name: value for name, value in fields.items() if _is_coefficient(value)}
     static = tuple((name, value) for name, value in fields.items() if name not in traced)
-    return (type(loss_fn), static), {name: traced_scalar(value) for name, value in traced.items()}
+    return (type(loss_fn), static), {
+        name: np.float32(value) if isinstance(value, float | np.floating) else value
+        for name, value in traced.items()
+    }
 
 
 def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
@@ -116,7 +124,9 @@ def join_loss(static: Static, traced: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _is_coefficient(value: Any) -> bool:
-    return isinstance(value, jax.Array) or (isinstance(value, float | np.floating) and value != 0)
+    if isinstance(value, jax.Array | np.ndarray):
+        return True
+    return isinstance(value, float | np.floating) and value != 0
 
 
 def loss_denominator(
@@ -162,8 +172,10 @@ def grad_step(
         state: what is trained; donated: do not use it after the call.
         batch: a micro-batch.
         config: the decoder.
-        loss_fn: a loss of `twinkle_jax.loss`, or one that subclasses its `Loss`. Coefficients are
-            traced; a change of them compiles nothing, unless from or to 0.
+        loss_fn: a loss of `twinkle_jax.loss`, or one that subclasses its `Loss`;
+            [`get_loss`][twinkle_jax.loss.get_loss] makes one of a function. Fields of a dataclass
+            that are floats or arrays are traced: a change of them compiles nothing, unless from or
+            to 0. All else is compiled in, so pass a new object instead of changing one.
         frozen: parameters that are not trained; the state's are merged over them.
         temperature: above 0, at which log-probabilities are taken, as the sampler did.
         key: root key of adapters' dropout, from which each row derives a key by its number, counted
@@ -187,15 +199,23 @@ def grad_step(
 
     Raises:
         ValueError: if shapes differ, a token on the host is outside the vocabulary, the mesh does
-            not divide the rows or the key-value heads, the temperature is not above 0, or `packing`
-            is given with a teacher's tokens.
-        TypeError: if tokens or labels are not integers, the loss cannot be called, or `key` is not
-            a typed key.
+            not divide the rows or the key-value heads, the temperature is not one number above 0,
+            the loss's `ignore_index` is a token, or `packing` is given with a teacher's tokens.
+        TypeError: if tokens or labels are not integers, `loss_fn` is no loss, `key` is not a
+            typed key, or `state` or `config` is something else.
     """
+    _check_state(state)
+    check_decoder(state.params, config)
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and batch.teacher_tokens is not None:
         raise ValueError("packing must be None with teacher_tokens, got a packing")
     static, traced = split_loss(loss_fn)
+    ignored = getattr(loss_fn, "ignore_index", IGNORE)
+    if 0 <= ignored < config.vocab_size:  # labels with this token would count, and have no loss
+        raise ValueError(
+            "ignore_index of loss_fn must be no token of the vocabulary, "
+            f"[0, {config.vocab_size}), got {ignored}: a batch has {IGNORE} where there is no loss"
+        )
     kind = getattr(key, "dtype", np.dtype(object))
     if key is not None and not jnp.issubdtype(kind, jax.dtypes.prng_key):
         raise TypeError(f"key must be a typed key such as jax.random.key(0), got {key!r}")
@@ -220,6 +240,12 @@ def grad_step(
         transfers=transfers,
         packing=packing,
     )
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, TrainState):
+        kind = type(state).__name__
+        raise TypeError(f"state must be a TrainState, which train_state makes, got {kind}")
 
 
 @partial(

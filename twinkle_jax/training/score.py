@@ -1,6 +1,5 @@
 """Log-probabilities of given tokens, in a pass without gradients and inside a train step."""
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -26,6 +25,7 @@ from twinkle_jax.model import (
 )
 from twinkle_jax.model.decoder.forward import run_rows
 from twinkle_jax.model.decoder.lora import with_dropout
+from twinkle_jax.model.decoder.parameters import check_decoder
 from twinkle_jax.model.decoder.sharding import (
     AXES,
     ROWS,
@@ -40,20 +40,27 @@ from twinkle_jax.training.packing import Packing, pack, unpack
 Transfers = Literal["layers", "once"]
 
 
-def traced_scalar(value: Any) -> Any:
-    """Make a Python number a float32 scalar, so that all values share one compilation."""
-    return np.float32(value) if isinstance(value, int | float) else value
+def traced_scalar(name: str, value: Any) -> Any:
+    """Make a number a float32 scalar, so that all values share one compilation.
+
+    Raises:
+        TypeError: if it is no number, such as a schedule that was not called.
+        ValueError: if it is several numbers, which would broadcast over some other axis.
+    """
+    kinds = int | float | np.number | np.ndarray | jax.Array
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if np.shape(value) != ():
+        raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
+    return value if isinstance(value, jax.Array) else np.float32(value)
 
 
 def positive_scalar(name: str, value: Any) -> Any:
     """Like `traced_scalar`, for a number above 0; values on a device are not checked."""
-    if isinstance(value, jax.Array):
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number | np.ndarray):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if math.isnan(float(value)) or float(value) <= 0:
+    value = traced_scalar(name, value)
+    if not isinstance(value, jax.Array) and not value > 0:
         raise ValueError(f"{name} must be above 0, got {value}")
-    return np.float32(value)
+    return value
 
 
 def label_scores(
@@ -265,10 +272,11 @@ def score_batch(
 
     Raises:
         ValueError: if shapes differ, a token on the host is outside the vocabulary, the temperature
-            is not above 0, `packing` is given with `with_logits`, or `with_routing` for a decoder
-            without experts.
-        TypeError: if tokens or labels are not integers.
+            is not one number above 0, `packing` is given with `with_logits`, or `with_routing` for
+            a decoder without experts.
+        TypeError: if tokens or labels are not integers, or parameters or `config` something else.
     """
+    check_decoder(params, config)
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and with_logits:
         raise ValueError("with_logits must be False with a packing, got True")

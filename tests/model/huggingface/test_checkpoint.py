@@ -246,6 +246,11 @@ def test_the_largest_values_that_fit_do(export):
     np.testing.assert_array_equal(scale["post_attention_layernorm"]["scale"][1], 65504)
 
 
+def test_parameters_alone_are_no_decoder(tmp_path):
+    with pytest.raises(TypeError, match=r"decoder must be a Decoder\(config, params\), got dict"):
+        save_pretrained(params_of("qwen3"), tmp_path / "out")
+
+
 @pytest.mark.parametrize("dtype", ["int8", "float8_e5m2", "bf16"])
 def test_types_that_are_not_for_parameters(dtype, export):
     with pytest.raises(ValueError, match=f"^dtype .*bfloat16, got '{dtype}'"):

@@ -35,7 +35,7 @@ from twinkle_jax.model.decoder.layers import (
     table_of,
 )
 from twinkle_jax.model.decoder.pages import PageTable, next_places, page_size
-from twinkle_jax.model.decoder.parameters import Params, embedding_of
+from twinkle_jax.model.decoder.parameters import Params, check_decoder, embedding_of
 from twinkle_jax.model.decoder.precision import tracing_for
 from twinkle_jax.model.decoder.sharding import ROWS, backend_of, fits, row_shards
 
@@ -76,6 +76,7 @@ def prefill(
             keep them.
         TypeError: if tokens are not integers, or the mask not boolean.
     """
+    check_decoder(params, config)
     time = tokens.shape[-1]
     if max_length < time:
         raise ValueError(f"max_length must be at least the prompts' {time}, got {max_length}")

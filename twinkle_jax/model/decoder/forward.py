@@ -47,7 +47,7 @@ from twinkle_jax.model.decoder.layers import (
     rotary_tables,
     table_of,
 )
-from twinkle_jax.model.decoder.parameters import Params, embedding_of
+from twinkle_jax.model.decoder.parameters import Params, check_decoder, embedding_of
 from twinkle_jax.model.decoder.precision import tracing_for
 from twinkle_jax.model.decoder.sharding import backend_of, check_fit, gather_weights, keep_rows
 
@@ -203,6 +203,7 @@ def hidden_states(
         >>> hidden.shape, float(hidden[1, :2].max())
         ((2, 3, 32), 0.0)
     """
+    check_decoder(params, config)
     return run_rows(
         params,
         config,

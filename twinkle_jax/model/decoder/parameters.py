@@ -374,6 +374,32 @@ def nest(flat: dict[tuple[str, ...], Any]) -> dict[str, Any]:
     return tree
 
 
+def check_decoder(params: Any, config: Any) -> None:
+    """Check what every function of a decoder begins with: parameters, and their configuration.
+
+    Raises:
+        TypeError: if they are something else, such as an object that holds them.
+    """
+    if not isinstance(config, DecoderConfig):
+        raise TypeError(
+            "config must be a DecoderConfig, which parse_config makes of the keys of a "
+            f"config.json, got {type(config).__name__}"
+        )
+    check_tree(params)
+
+
+def check_tree(params: Any) -> None:
+    """Check that parameters are a tree, not an object that holds one.
+
+    Raises:
+        TypeError: if they are not.
+    """
+    if not isinstance(params, Mapping):
+        hint = ": pass its .params" if hasattr(params, "params") else ""
+        kind = type(params).__name__
+        raise TypeError(f"params must be nested dictionaries of arrays, got {kind}{hint}")
+
+
 def embedding_of(params: Params) -> Array:
     """Return the embedding of a whole decoder, where all functions begin or end.
 

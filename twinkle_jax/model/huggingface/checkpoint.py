@@ -401,6 +401,12 @@ class ScoreHead(NamedTuple):
     write_tokenizer: Callable[[Path], None]
 
 
+def _check_decoder(decoder: Any) -> None:
+    if not isinstance(decoder, Decoder):
+        kind = type(decoder).__name__
+        raise TypeError(f"decoder must be a Decoder(config, params), got {kind}")
+
+
 def save_checkpoint(
     decoder: Decoder,
     directory: str | Path,
@@ -422,6 +428,7 @@ def save_checkpoint(
             a lost machine. The embedding is written as the head, too, where it serves as one.
     """
     import_safetensors()
+    _check_decoder(decoder)
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, got {max_shard_size}")
     if adapted := [path for path, _ in walk(decoder.params) if path[-1] == "lora_A"]:
