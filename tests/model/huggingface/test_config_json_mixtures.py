@@ -208,6 +208,7 @@ def config_with_sliding_dense_layers():
         ({"num_experts_per_tok": 7}, "num_experts_per_tok"),
         ({"first_k_dense_replace": -1}, "first_k_dense_replace"),
         ({"first_k_dense_replace": True}, "first_k_dense_replace"),
+        ({"first_k_dense_replace": False}, "first_k_dense_replace must be an integer from 0"),
         ({"first_k_dense_replace": None}, "first_k_dense_replace"),
         ({"routed_scaling_factor": 0}, "routed_scaling_factor"),
         ({"norm_topk_prob": 1}, "norm_topk_prob"),

@@ -442,7 +442,9 @@ def _groups(flat: Mapping[str, Any], experts: ExpertsConfig) -> tuple[int, int]:
 def _dense_layers(flat: Mapping[str, Any], family: Family) -> int:
     """Read how many of the first layers are dense."""
     name = "first_k_dense_replace"
-    count = 0 if flat[name] == 0 else _size(flat, name, most=_MOST_LAYERS)
+    count, most = flat[name], _MOST_LAYERS
+    if type(count) is not int or not 0 <= count <= most:
+        raise ValueError(f"{name} must be an integer from 0 to {most}, got {_shown(count)}")
     listed = flat.get(family.expert_layers) if family.expert_layers else None
     if listed is None:
         return count
