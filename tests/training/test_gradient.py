@@ -225,6 +225,35 @@ def test_a_batch_is_checked():
         grad_step(fresh(), BATCH._replace(labels=jnp.zeros((4, 8))), config_of("qwen3"), GRPOLoss())
 
 
+def test_labels_at_padding_do_not_count():
+    """They would be scored by the hidden state of no token, and weigh as others do."""
+    real = BATCH.labels != -100
+    mask = jnp.cumsum(real[:, ::-1], axis=1)[:, ::-1] > 0  # up to and with the last label
+    mask = mask.at[2].set(True)  # the row without labels
+    clean = BATCH._replace(mask=mask)
+    dirty = clean._replace(labels=jnp.where(mask, BATCH.labels, 7))
+    (one, (summary,)), (two, (expected,)) = (accumulate(GRPO, [x]) for x in (dirty, clean))
+    assert float(summary.tokens) == float(expected.tokens) == np.asarray(real).sum()
+    assert relative(one, two) == 0
+    scores = score_batch(params_of("qwen3"), dirty, config_of("qwen3")).logps
+    assert not np.asarray(scores)[~np.asarray(mask)].any()
+
+
+@pytest.mark.parametrize(
+    ("advantages", "error"),
+    [
+        ([[1.0, None]], TypeError),
+        (np.ones((1, 2), bool), TypeError),
+        ([["1", "2"]], TypeError),
+        ([[1.0, 2.0], [1.0]], ValueError),
+    ],
+)
+def test_numbers_of_a_batch_are_numbers(advantages, error):
+    batch = Batch(np.ones((1, 2), int), np.ones((1, 2), int), advantages=advantages)
+    with pytest.raises(error, match="advantages must be"):
+        grad_step(fresh(), batch, config_of("qwen3"), GRPO)
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (2, 0)])
 def test_an_empty_batch_is_refused(shape):
     empty = np.zeros(shape, int)

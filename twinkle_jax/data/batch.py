@@ -25,7 +25,7 @@ class Batch(NamedTuple):
     Attributes:
         tokens: token ids. Padding may hold any id of the vocabulary.
         labels: at each position the token that follows, which the logits there predict; −100 where
-            there is no loss.
+            there is no loss. Those at padding do not count.
         mask: True for tokens, False for padding on any side. None: any padding is at the end of
             its row, where it needs no mask.
         rows: False for rows that were added to fill up the batch. None: all are real.
@@ -67,7 +67,8 @@ def check_batch(batch: Batch, vocab_size: int) -> Batch:
     Raises:
         ValueError: for an empty batch, another shape than the tokens', ids outside the vocabulary,
             or one of `teacher_logprobs` and `teacher_tokens` alone.
-        TypeError: for tokens that are not integers, or masks that are not booleans.
+        TypeError: for tokens that are not integers, masks that are not booleans, or other entries
+            on the host that are not numbers.
     """
     converted = {name: _convert(name, x, vocab_size) for name, x in batch._asdict().items()}
     shape = converted["tokens"].shape
@@ -103,10 +104,28 @@ def _convert(name: str, value: Any, vocab_size: int) -> Any:
             cast_integers(name, ids, 0, vocab_size - 1)
         return cast_integers(name, integers)
     else:
-        array = np.asarray(value, None if name in _BOOLEANS else np.float32)
+        array = np.asarray(value) if name in _BOOLEANS else _read_floats(name, value)
     if name in _BOOLEANS and array.dtype != np.bool_:
         raise TypeError(f"{name} must be booleans, True for what counts, got {array.dtype}")
     return array
+
+
+def _read_floats(name: str, values: Any) -> HostArray:
+    """Convert numbers to float32; refuse None, which NumPy would make NaN, and booleans."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise ValueError(f"{name} must be a rectangular array, got rows of many lengths") from None
+    if not jnp.isdtype(array.dtype, ("integral", "real floating")):
+        raise TypeError(f"{name} must be real numbers, got {array.dtype}")
+    return array.astype(np.float32)
+
+
+def without_labels_of_padding(batch: Batch) -> Batch:
+    """Leave out labels at padding: what would score them is the hidden state of no token."""
+    if batch.mask is None:
+        return batch
+    return batch._replace(labels=jnp.where(batch.mask, batch.labels, IGNORE))
 
 
 def read_integers(name: str, values: Any) -> HostArray:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from twinkle_jax.data import IGNORE, Batch
-from twinkle_jax.data.batch import check_batch
+from twinkle_jax.data.batch import check_batch, without_labels_of_padding
 from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
 from twinkle_jax.model.decoder.layers import map_logits
@@ -276,6 +276,7 @@ def _grad_step(
     **options: Any,
 ) -> tuple[TrainState, StepSummary]:
     loss_fn = join_loss(loss, traced)
+    batch = without_labels_of_padding(batch)
     if packing is None:
         lines = batch = spread_batch(batch, config, mesh)
     else:

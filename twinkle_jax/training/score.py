@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Key
 
 from twinkle_jax.data import IGNORE, Batch
-from twinkle_jax.data.batch import check_batch
+from twinkle_jax.data.batch import check_batch, without_labels_of_padding
 from twinkle_jax.loss import Coefficient, PerToken, token_logprobs
 from twinkle_jax.model import (
     AttentionImplementation,
@@ -332,6 +332,7 @@ def _score_batch(
     mesh: Mesh | None,
     **options: Any,
 ) -> Scores:
+    batch = without_labels_of_padding(batch)
     lines = spread_batch(batch if packing is None else pack(batch, packing), config, mesh)
     scores = score_lines(
         params,
