@@ -168,6 +168,16 @@ def test_a_mesh_with_tensor_is_refused():
         gradients(make_mesh(fsdp=2, tensor=2), "once")
 
 
+def test_an_unknown_name_is_refused():
+    config = decoder()
+    params = init_params(jax.random.key(0), config)
+    with pytest.raises(ValueError, match="transfers must be 'layers' or 'once', got 'layer'"):
+        score_batch(params, batch()[0], config, transfers="layer")
+    state = begin_training(params, optax.sgd(1.0), None)
+    with pytest.raises(ValueError, match="transfers"):
+        grad_step(state, batch()[0], config, GRPOLoss(), transfers="layer")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{}, *MESHES.values(), {"data": 2, "tensor": 2}], ids=str)
 def test_what_is_summed_over_all_parameters(sizes):

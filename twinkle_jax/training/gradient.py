@@ -23,6 +23,7 @@ from twinkle_jax.sampler.sampling import threefry_keys
 from twinkle_jax.training.packing import Packing, pack
 from twinkle_jax.training.score import (
     Transfers,
+    check_transfers,
     positive_scalar,
     score_lines,
     unpack_scores,
@@ -206,6 +207,7 @@ def grad_step(
     """
     _check_state(state)
     check_decoder(state.params, config)
+    check_transfers(transfers)
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and batch.teacher_tokens is not None:
         raise ValueError("packing must be None with teacher_tokens, got a packing")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,12 @@ def traced_scalar(name: str, value: Any) -> Any:
     if np.shape(value) != ():
         raise ValueError(f"{name} must be one number, got shape {np.shape(value)}")
     return value if isinstance(value, jax.Array) else np.float32(value)
+
+
+def check_transfers(transfers: str) -> None:
+    """Refuse what is not one of `Transfers`: it would count as the other one."""
+    if transfers not in get_args(Transfers):
+        raise ValueError(f"transfers must be 'layers' or 'once', got {transfers!r}")
 
 
 def positive_scalar(name: str, value: Any) -> Any:
@@ -277,6 +283,7 @@ def score_batch(
         TypeError: if tokens or labels are not integers, or parameters or `config` something else.
     """
     check_decoder(params, config)
+    check_transfers(transfers)
     batch = check_batch(batch, config.vocab_size)
     if packing is not None and with_logits:
         raise ValueError("with_logits must be False with a packing, got True")
