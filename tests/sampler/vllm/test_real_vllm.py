@@ -277,6 +277,18 @@ def test_a_run_samples_from_the_policy_that_it_trains(make, untied, tmp_path, ki
         assert max(gaps) < ROUNDING
 
 
+@pytest.mark.parametrize("name", ["exaone4", "ernie4_5"])
+def test_families_of_which_vllm_has_code_of_its_own(name, tmp_path):
+    place = write_checkpoint(tmp_path / "model", name=name, **SIZES)
+    with vllm_server(place, tmp_path / "log") as url:
+        actor = TransformersModel(model_id=place)
+        sampler = vLLMSampler(model_id=place, base_url=url, shared_dir=tmp_path, timeout=240)
+        for _ in ("the checkpoint", "what is loaded"):
+            response = sampler.sample(PROMPTS, SamplingParams(max_tokens=40), num_samples=16)
+            assert_the_policys(actor, response)
+            sampler.sync_weights(actor)
+
+
 def test_a_server_reports_the_experts_of_each_token(tmp_path):
     """Those that the policy's router chooses, here where both compute in float32.
 

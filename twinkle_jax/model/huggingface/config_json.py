@@ -499,7 +499,10 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
 def _unrotated_layers(
     flat: Mapping[str, Any], family: Family, kinds: Sequence[str]
 ) -> tuple[int, ...]:
-    """Read which layers have no rotary positions: those with a 0 in `no_rope_layers`."""
+    """Read which layers have no rotary positions.
+
+    Those with a 0 in `no_rope_layers`; or in some families full layers beside sliding ones.
+    """
     layers = len(kinds)
     if family.unrotated_full and flat["sliding_window"] is not None:
         if SLIDING not in kinds:  # transformers then rotates no layer, and vLLM all
