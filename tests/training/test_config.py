@@ -379,6 +379,7 @@ MAY_CHANGE |= {"rollout.max_prompt_tokens"}  # a run that met a longer prompt go
 MAY_CHANGE |= {"rollout.environment_timeout", "rollout.environment_threads"}
 MAY_CHANGE |= {"rollout.process_megabytes", "update.on_mismatch"}
 MAY_CHANGE |= {"update.max_logp_diff", "update.max_outside_band"}
+MAY_CHANGE |= {f"teacher.{x}" for x in ("url", "served_name", "timeout", "patience")}
 SECTIONS = {"logging", "evaluation", "mesh", "distributed", "server"}
 
 

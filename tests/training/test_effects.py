@@ -47,6 +47,17 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"rollout.process_megabytes": 64},
     {"environment": "x.py:X", "rollout.process_megabytes": 64},
     {"tools": "x.py", "rollout.tools_in": "thread", "rollout.process_megabytes": 64},
+    {"teacher.weight": 2.0},
+    {"teacher.reward_weight": 1.0},
+    {"teacher.url": "http://localhost:8000"},
+    {"teacher.model": "t", "teacher.served_name": "x"},
+    {"teacher.model": "t", "teacher.timeout": 5.0},
+    {"teacher.model": "t", "teacher.patience": 5.0},
+    {"teacher.model": "t", "update.dynamic_sampling": 4},
+    {"teacher.model": "t", "update.advantage": "opo"},
+    {"teacher.model": "t", "update.scale": "batch"},
+    {"teacher.model": "t", "reward": ["exact", "math"], "reward_weights": [1.0, 2.0]},
+    {"environment": "x.py:X", "teacher.model": "t", "update.discount": 0.9},
 ]
 
 

@@ -156,6 +156,7 @@ class Rollout(NamedTuple):
             no label. None without environments.
         held: True for trajectories that this process holds, if a run has several processes; others
             have no completion. None: all.
+        teacher_logps: log-probabilities of the batch's labels under a teacher; None without one.
     """
 
     batch: Batch
@@ -173,6 +174,7 @@ class Rollout(NamedTuple):
     episodes: list[Episode] | None = None
     turns: np.ndarray[Any, Any] | None = None
     held: hosts.RowMask | None = None
+    teacher_logps: Float[Array, "rows time"] | None = None
 
     @property
     def rows_each(self) -> int:

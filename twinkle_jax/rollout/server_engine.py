@@ -182,32 +182,9 @@ class ServerEngine:
         self._loaded = leaf
 
     def _wait(self, end: Deadline | None, error: Exception) -> Deadline:
-        """Wait before a server that is gone or busy is asked again.
-
-        Args:
-            end: of the patience with it; None after its first error.
-            error: in all processes.
-
-        Returns:
-            The end of the patience.
-
-        Raises:
-            Exception: `error`, if there is nothing to wait for, or no patience is left.
-        """
-        if not isinstance(error, LostServerError):
-            hosts.fail(error)
-        if end is None:
-            end = Deadline(self._patience)
-            self._note(
-                f"warning: {error}; waiting for it, for up to server.patience={self._patience:g} "
-                "seconds"
-            )
-        left = float(hosts.first_decides("waiting for the server", lambda: end.remaining))
-        if not left:
-            error.args = (f"{error}, for server.patience={self._patience:g} seconds",)
-            hosts.fail(error)
-        self._server.wait(min(_PAUSE, left))
-        return end
+        return wait_for(
+            self._server, end, error, self._patience, option="server.patience", note=self._note
+        )
 
     def draw(
         self,
@@ -504,6 +481,44 @@ class NextRollout:
             self._sampling.thread.join(_JOIN_SECONDS)
 
 
+def wait_for(
+    server: ServedSampler,
+    end: Deadline | None,
+    error: Exception,
+    patience: float,
+    *,
+    option: str,
+    note: Callable[[str], None],
+) -> Deadline:
+    """Wait before a server that is gone or busy is asked again.
+
+    Args:
+        server: what to ask again.
+        end: of the patience with it; None after its first error.
+        error: in all processes.
+        patience: seconds.
+        option: the user's name for `patience`.
+        note: shows a sentence to the user.
+
+    Returns:
+        The end of the patience.
+
+    Raises:
+        Exception: `error`, if there is nothing to wait for, or no patience is left.
+    """
+    if not isinstance(error, LostServerError):
+        hosts.fail(error)
+    if end is None:
+        end = Deadline(patience)
+        note(f"warning: {error}; waiting for it, for up to {option}={patience:g} seconds")
+    left = float(hosts.first_decides("waiting for the server", lambda: end.remaining))
+    if not left:
+        error.args = (f"{error}, for {option}={patience:g} seconds",)
+        hosts.fail(error)
+    server.wait(min(_PAUSE, left))
+    return end
+
+
 # Errors.
 
 _OPTIONS = (
@@ -529,11 +544,12 @@ _OPTIONS = (
 
 
 @contextmanager
-def option_names(timeout: float | None = None) -> Iterator[None]:
+def option_names(timeout: float | None = None, *, section: str = "server") -> Iterator[None]:
     """Name options of a run in the errors of a `ServedSampler`, which name its arguments.
 
     Args:
         timeout: of the calls, in seconds.
+        section: of the options.
     """
     try:
         yield
@@ -543,10 +559,10 @@ def option_names(timeout: float | None = None) -> Iterator[None]:
         # The command prints no notes, such as that the server may be paused still.
         text = ". ".join([str(error), *getattr(error, "__notes__", ())])
         for pattern, named in _OPTIONS:
-            text = re.sub(pattern, named, text)
+            text = re.sub(pattern, named.replace("server.", f"{section}."), text)
         if timeout is not None:
             text = text.replace(
-                f" within {timeout:g} seconds", f" within server.timeout={timeout:g} seconds"
+                f" within {timeout:g} seconds", f" within {section}.timeout={timeout:g} seconds"
             )
         error.args = (text,)
         raise

@@ -31,7 +31,7 @@ class SingleTurn:
 
     Attributes:
         engine: draws completions.
-        reward: of trajectories and ground truths.
+        reward: of trajectories and ground truths; None: completions have no reward, NaN.
         settings: what is sampled; `prompts` and the settings of episodes are not read, and
             `max_new_tokens` is 512 if it is `auto`.
         reward_timeout: seconds that the reward may take for the completions of a call.
@@ -40,7 +40,7 @@ class SingleTurn:
     """
 
     engine: Engine
-    reward: RewardFunction
+    reward: RewardFunction | None
     settings: RolloutConfig = field(default_factory=RolloutConfig)
     reward_timeout: float = 600.0
     mask_truncated: bool = False
@@ -79,6 +79,8 @@ class SingleTurn:
 
     def score(self, rollout: Rollout) -> Rollout:
         """Call the reward once, for the completions that this process holds; NaN for the others."""
+        if self.reward is None:
+            return rollout._replace(rewards=np.full(len(rollout.lengths), np.nan, np.float32))
         held = np.flatnonzero(rollout.held_rows)
         scores = self._score(
             [rollout.trajectories[i] for i in held], [rollout.ground_truths[i] for i in held]
@@ -118,6 +120,7 @@ class SingleTurn:
         return Texts(texts.trajectories[:rows], *(values[:rows] for values in texts[1:]))
 
     def _score(self, trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> TrajectoryScores:
+        assert self.reward is not None
         return score_trajectories(self.reward, trajectories, truths, timeout=self.reward_timeout)
 
 

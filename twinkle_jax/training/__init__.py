@@ -21,6 +21,7 @@ from twinkle_jax.training.config import (
     MeshConfig,
     OptimizerConfig,
     Options,
+    TeacherConfig,
     TrainConfig,
     UpdateConfig,
 )
@@ -58,6 +59,7 @@ from twinkle_jax.training.state import (
     zero_gradients,
 )
 from twinkle_jax.training.step import Recipe, SamplerMismatchError, collect, learn, train_step
+from twinkle_jax.training.teacher import ServedTeacher
 from twinkle_jax.training.tracking import Trackers
 
 __all__ = [
@@ -79,8 +81,10 @@ __all__ = [
     "SamplerMismatchError",
     "Schedule",
     "Scores",
+    "ServedTeacher",
     "ServerConfig",
     "StepSummary",
+    "TeacherConfig",
     "Trackers",
     "TrainConfig",
     "TrainState",

@@ -131,6 +131,33 @@ class UpdateConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A policy that judges each sampled token: distillation on the policy's own completions.
+
+    Attributes:
+        model: a directory or hub id of a checkpoint, or of an adapter, with the policy's tokenizer;
+            none: no teacher.
+        url: of a vLLM server that has this model and scores with it, http://HOST:PORT; its key is
+            in `VLLM_API_KEY`; none: the devices of the run score.
+        served_name: what the server calls the model; none: as in --teacher.model.
+        timeout: seconds that the server may take for the rows of a step.
+        patience: seconds that the run waits for a server that is gone, restarts or is busy.
+        weight: of a token's log-probability under the teacher, minus that under the sampler, in its
+            advantage, per nat.
+        reward_weight: of the advantage by rewards, which is added; 0 learns from the teacher alone,
+            so that prompts need neither answers nor rewards.
+    """
+
+    model: str | None = None
+    url: str | None = field(default=None, metadata=MAY_CHANGE)
+    served_name: str | None = field(default=None, metadata=MAY_CHANGE)
+    timeout: float = seconds(default=3600.0, may_change=True)
+    patience: float = seconds(default=600.0, may_change=True)
+    weight: float = positive(default=1.0)
+    reward_weight: float = at_least(0, default=0.0)
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer, its learning rate, and the limit of gradients.
 
@@ -297,6 +324,7 @@ class TrainConfig:
         rollout: what is sampled in each step.
         server: a vLLM server that samples.
         update: how the policy learns from it.
+        teacher: a policy to learn from, besides rewards or without them.
         optimizer: the optimizer and its learning rate.
         lora: low-rank adapters.
         mesh: devices.
@@ -324,6 +352,7 @@ class TrainConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     server: ServerConfig = field(default_factory=ServerConfig, metadata=MAY_CHANGE)
     update: UpdateConfig = field(default_factory=UpdateConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     lora: LoraSettings = field(default_factory=LoraSettings)
     mesh: MeshConfig = field(default_factory=MeshConfig, metadata=MAY_CHANGE)
@@ -356,6 +385,11 @@ class TrainConfig:
         if self.reward is None:
             return []
         return [self.reward] if isinstance(self.reward, str) else self.reward
+
+    @property
+    def compares_rewards(self) -> bool:
+        """Whether rewards have a part in advantages: not with a teacher alone."""
+        return self.teacher.model is None or self.teacher.reward_weight > 0
 
     @property
     def many_turns(self) -> bool:
@@ -573,6 +607,12 @@ def _check(config: TrainConfig) -> None:
         raise ValueError("model must be the checkpoint that server.url serves, got none")
     if config.model is None and config.task not in ("arithmetic", "environment"):
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
+    teacher = config.teacher
+    if teacher.url is not None and config.rollout.temperature != 1:
+        raise ValueError(
+            "rollout.temperature must be 1 with teacher.url, since a vLLM server scores given "
+            f"tokens at 1 only, got {config.rollout.temperature}"
+        )
     weights = config.reward_weights
     if weights is not None and not config.rewards:
         raise ValueError(f"reward_weights must go with named rewards, --reward, got {weights}")

@@ -116,7 +116,9 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
     """
     explanations = {}
     gradient = metrics.get("grad_norm", 0)
-    if metrics.get("frac_reward_zero_std", 0) >= 1 and (gradient == 0 or "kl" in metrics):
+    taught = "teacher/kl" in metrics  # of which there is a signal in each token
+    flat = metrics.get("frac_reward_zero_std", 0) >= 1 and not taught
+    if flat and (gradient == 0 or "kl" in metrics):
         reward = metrics.get("reward")
         left_out = _LEFT_OUT if metrics.get("updates_without_signal", 0) and not gradient else ""
         rounding = 1e-6 * max(1.0, abs(metrics.get("reward", 0)))
@@ -143,6 +145,7 @@ _SHOWN = {  # name in metrics.jsonl: what is shown of it
     "completions/mean_length": "length {:.1f}",
     "environment/turns": "turns {:.1f}",
     "kl": "KL {:.2g}",
+    "teacher/kl": "teacher KL {:.3f}",
     "tokens_per_second": "{:,.0f} tok/s",
 }
 
@@ -251,7 +254,8 @@ class Display:
             table.add_column(name, justify="right", no_wrap=True)
         for i in chosen:
             completion = one_line(message_text(trajectories[i]["messages"][-1]), encoding=encoding)
-            cells = (completion, f"{rewards[i]:.3f}", f"{advantages[i]:+.3f}")
+            reward = "none" if np.isnan(rewards[i]) else f"{rewards[i]:.3f}"
+            cells = (completion, reward, f"{advantages[i]:+.3f}")
             table.add_row(*map(Text, cells))
         self._console.print(table)
 
@@ -398,6 +402,7 @@ _PANELS = (
         edges=("completions/min_length", "completions/max_length"),
     ),
     _Panel("KL divergence from the reference policy", "kl"),
+    _Panel("KL divergence from the teacher, nats a token", "teacher/kl"),
     _Panel("entropy, nats a token", "entropy"),
     _Panel("norm of the gradient", "grad_norm", colour=_GREY),
 )

@@ -121,6 +121,27 @@ _CONDITIONS = (
         ),
         "update.epsilon",
     ),
+    _Condition(
+        "a teacher.model",
+        lambda config: config.teacher.model is not None,
+        "teacher.url teacher.weight teacher.reward_weight",
+    ),
+    _Condition(
+        "a teacher.url",
+        lambda config: config.teacher.url is not None,
+        "teacher.served_name teacher.timeout teacher.patience",
+    ),
+    _Condition(
+        "a teacher.reward_weight above 0, or no teacher",
+        lambda config: config.compares_rewards,
+        "update.advantage_options update.scale update.credit update.discount update.gae_lambda "
+        "update.dynamic_sampling reward_weights",
+    ),
+    _Condition(
+        "a teacher.reward_weight above 0, or no teacher",
+        lambda config: config.compares_rewards or config.update.advantage in ("grpo", "maxrl"),
+        "update.advantage",
+    ),
     _Condition("the arithmetic task", lambda config: config.task == "arithmetic", "level"),
     _Condition(
         "the built-in policy and the arithmetic task of one turn",

@@ -268,7 +268,7 @@ def _rewards(config: TrainConfig) -> list[str]:
 
 
 def code_hashes(config: TrainConfig) -> dict[str, str]:
-    """Hash the imported files of rewards, environment and tools, by the options that name them."""
+    """Hash the files of rewards, environment, tools and teacher, by the options that name them."""
     names = {f"reward {name}": name for name in _rewards(config) if name not in REWARDS}
     names |= {"environment": config.environment or "", "tools": config.tools or ""}
     hashes = {}
@@ -280,6 +280,9 @@ def code_hashes(config: TrainConfig) -> dict[str, str]:
             file = Path(getattr(module, "__file__", None) or "")
         if file.is_file():
             hashes[option] = hashlib.sha256(file.read_bytes()).hexdigest()
+    if config.teacher.model is not None and config.teacher.url is None:
+        files = _files_of_model(config.teacher.model, "teacher.model")
+        hashes["teacher.model"] = hashlib.sha256("".join(files.values()).encode()).hexdigest()
     return hashes
 
 

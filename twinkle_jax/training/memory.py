@@ -21,6 +21,7 @@ from twinkle_jax.training.evaluation import BATCH
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.packing import Packing, line_width
 from twinkle_jax.training.policy import Policy
+from twinkle_jax.training.score import score_batch
 from twinkle_jax.training.state import TrainState, apply_gradients, shapes_of
 from twinkle_jax.training.step import RECOMPUTED, Recipe, takes_segments
 
@@ -49,8 +50,8 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
         state: what is trained; arrays, or their shapes and shardings.
 
     Returns:
-        The larger of two programs' arguments, results and temporary arrays: the gradient of a
-        micro-batch of rows of maximum length, and the optimizer update.
+        The largest of the programs' arguments, results and temporary arrays: the gradient of a
+        micro-batch of rows of maximum length, the teacher's scores of it, and the optimizer update.
     """
     config, mesh = recipe.config, recipe.mesh
     state, frozen = shapes_of(state), shapes_of(recipe.frozen)
@@ -74,8 +75,41 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
     apply = partial(apply_gradients, optimizer=recipe.optimizer, max_grad_norm=1.0, mesh=mesh)
     computing = jax.jit(gradient, donate_argnums=0).lower(state, frozen, batch, packing).compile()
     applying = jax.jit(apply, donate_argnums=0).lower(state).compile()
-    needed = max(_peak_bytes(computing), _peak_bytes(applying) + device_bytes(frozen))
-    return needed + device_bytes(shapes_of(recipe.reference))
+    peaks = [_peak_bytes(computing), _peak_bytes(applying) + device_bytes(frozen)]
+    if isinstance(recipe.teacher, Policy):
+        peaks.append(device_bytes((state, frozen)) + _judging_bytes(recipe, recipe.teacher))
+    return max(peaks) + device_bytes(_others(recipe))
+
+
+def _judging_bytes(recipe: Recipe, teacher: Policy) -> int:
+    """Bytes per device of scoring a micro-batch with the teacher, besides its parameters."""
+    config, mesh = recipe.config, recipe.mesh
+    params, frozen = shapes_of(teacher.params), shapes_of(teacher.frozen)
+    judging = recipe._replace(decoder=teacher.config, reference=None)
+    batch, packing = _longest_micro_batch(judging)
+
+    def judge(params: Any, frozen: Any, batch: Batch, packing: Packing) -> Any:
+        return score_batch(
+            params,
+            batch._replace(routing=None),
+            teacher.config,
+            frozen=frozen,
+            temperature=config.rollout.temperature,
+            compute_dtype=config.dtype,
+            mesh=mesh,
+            transfers=config.mesh.transfers,
+            packing=packing,
+        )
+
+    compiled = jax.jit(judge).lower(params, frozen, batch, packing).compile()
+    return _peak_bytes(compiled) - device_bytes((params, frozen))
+
+
+def _others(recipe: Recipe) -> Any:
+    """Shapes of the parameters that are only scored with."""
+    teacher = recipe.teacher
+    scoring = (teacher.params, teacher.frozen) if isinstance(teacher, Policy) else None
+    return shapes_of((recipe.reference, scoring))
 
 
 def rollout_memory(recipe: Recipe, state: TrainState) -> int:
@@ -105,7 +139,8 @@ def _sampled(recipe: Recipe, state: TrainState) -> _Sampled:
 
 def _held_by(recipe: Recipe, state: TrainState) -> int:
     """Bytes per device of what stays there from step to step."""
-    return sum(map(device_bytes, map(shapes_of, (state, recipe.frozen, recipe.reference))))
+    held = map(shapes_of, (state, recipe.frozen))
+    return sum(map(device_bytes, held)) + device_bytes(_others(recipe))
 
 
 def _sampling_memory(policy: _Sampled, config: TrainConfig, rollout: RolloutConfig) -> int:

@@ -18,8 +18,10 @@ from twinkle_jax.training.state import UpdateInfo
 
 
 @jax.jit
-def rollout_facts(batch: Batch) -> dict[str, Float[Array, ""]]:
-    """Estimate entropy and the divergence from the reference policy from samples."""
+def rollout_facts(
+    batch: Batch, teacher_logps: Float[Array, "rows time"] | None = None
+) -> dict[str, Float[Array, ""]]:
+    """Estimate entropy and the divergences from reference policy and teacher from samples."""
     assert batch.old_logps is not None
     kept = batch.labels != IGNORE
     tokens = jnp.maximum(jnp.sum(kept, dtype=jnp.float32), 1)
@@ -27,6 +29,9 @@ def rollout_facts(batch: Batch) -> dict[str, Float[Array, ""]]:
     if batch.ref_logps is not None:
         divergence = kl_k3(batch.old_logps, batch.ref_logps, kept)
         facts["kl"] = jnp.sum(jnp.where(kept, divergence, 0)) / tokens
+    if teacher_logps is not None:
+        ratio = jnp.where(kept, batch.old_logps - teacher_logps, 0)
+        facts["teacher/kl"] = jnp.sum(ratio) / tokens
     return facts
 
 
@@ -61,15 +66,18 @@ def rollout_metrics(
     if not len(rewards):
         return episode_metrics(episodes)
     metrics = {
-        "reward": float(rewards.mean()),
-        "reward_std": float(deviations.mean()),
-        "frac_reward_zero_std": float(1 - signal.mean()),
         "completions/mean_length": float(lengths.mean()),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/clipped_ratio": float(truncated.mean()),
         "time/sample": time.perf_counter() - started,
     }
+    if not np.isnan(rewards).all():  # of completions that have one
+        metrics |= {
+            "reward": float(rewards.mean()),
+            "reward_std": float(deviations.mean()),
+            "frac_reward_zero_std": float(1 - signal.mean()),
+        }
     if not truncated.all():
         metrics["completions/mean_terminated_length"] = float(lengths[~truncated].mean())
     for name in drawn[0].reward_parts:

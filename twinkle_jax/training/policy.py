@@ -103,9 +103,13 @@ def small_policy(seed: int = 0) -> Policy:
 
 
 def load_policy(
-    path_or_id: str, *, mesh: Mesh | None = None, argument: str = "path_or_id"
+    path_or_id: str,
+    *,
+    dtype: DTypeLike = "float32",
+    mesh: Mesh | None = None,
+    argument: str = "path_or_id",
 ) -> Policy:
-    """Read a policy and its tokenizer; parameters in float32.
+    """Read a policy and its tokenizer.
 
     Args:
         path_or_id: a Hugging Face checkpoint, or an adapter in PEFT's format, which names its base:
@@ -114,6 +118,7 @@ def load_policy(
             that a run's adapters belong to is in the directory of the run, or of its export,
             wherever that is now. A tokenizer beside an adapter that has a chat template replaces
             that of its base.
+        dtype: of the parameters; those of an adapter are in float32.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
 
@@ -126,7 +131,7 @@ def load_policy(
     """
     place = locate(path_or_id, argument=argument)
     if not (place / ADAPTER_CONFIG).exists():
-        return _load_checkpoint(path_or_id, mesh, argument)
+        return _load_checkpoint(path_or_id, dtype, mesh, argument)
     content = read_json(place, ADAPTER_CONFIG)
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if not isinstance(base, str):
@@ -156,13 +161,17 @@ def load_policy(
             named += f", looked for in {Path.cwd()} and in {place.resolve()},"
         elif Path(base).name == "base":
             named += f", looked for there and in {base_here},"
-    base_policy = _load_checkpoint(base, mesh, named, tuned)
+    base_policy = _load_checkpoint(base, dtype, mesh, named, tuned)
     lora, adapter = load_adapter(place, base_policy.config)
-    return attach_adapter(base_policy, lora, adapter, base=base, mesh=mesh)
+    return attach_adapter(base_policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
 
 
 def _load_checkpoint(
-    path_or_id: str, mesh: Mesh | None, argument: str, tuned: Tokenizer | None = None
+    path_or_id: str,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
+    argument: str,
+    tuned: Tokenizer | None = None,
 ) -> Policy:
     """Read a checkpoint; `tuned` is the tokenizer that an adapter was trained with."""
     place = locate(path_or_id, argument=argument)
@@ -172,7 +181,7 @@ def _load_checkpoint(
             f"its policy is {place / 'policy'}"
         )
     rules = None if mesh is None else partition_rules(mesh)
-    decoder = load_pretrained(path_or_id, dtype="float32", mesh=mesh, partition=rules)
+    decoder = load_pretrained(path_or_id, dtype=dtype, mesh=mesh, partition=rules)
     tokenizer = Tokenizer.from_pretrained(path_or_id)
     if tuned is not None and tuned.chat_template is not None:
         # PEFT leaves what ends a completion with the base.

@@ -590,8 +590,9 @@ def _with_files(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
         return there if not is_here and Path(file_in(there)).exists() else value
 
     located = {name: find(x) if name in _WITH_FILES else x for name, x in settings.items()}
-    if isinstance(settings.get("evaluation"), dict):
-        located["evaluation"] = _with_files(settings["evaluation"], directory)
+    for section in ("evaluation", "teacher"):
+        if isinstance(settings.get(section), dict):
+            located[section] = _with_files(settings[section], directory)
     return located
 
 
@@ -672,6 +673,7 @@ def _check_may_be_emptied(config: TrainConfig, directory: Path, source: Path | N
             )
     needed = [
         ("model", config.model),
+        ("teacher.model", config.teacher.model),
         ("task", config.task),
         ("resume", source),
         ("evaluation.path", config.evaluation.path),

@@ -70,6 +70,7 @@ from twinkle_jax.training.progress import (
 from twinkle_jax.training.state import TrainState, begin_training, find_devices, shapes_of
 from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task
+from twinkle_jax.training.teacher import ServedTeacher, check_decoder, read_teacher
 from twinkle_jax.training.tracking import MetricsLog, NoLog
 
 _ENCODED_AT_ONCE = 4096  # prompts
@@ -139,8 +140,17 @@ def begin(
     engine = make_engine(config, policy, mesh, note=display.note)
     if source is None:
         _check_server(config, engine)
+    teacher = hosts.agreed(
+        "reading the teacher", lambda: read_teacher(config, policy, mesh, display.note)
+    )
     recipe = make_recipe(
-        config, policy, task.reward, environment=task.environment, engine=engine, mesh=mesh
+        config,
+        policy,
+        task.reward,
+        environment=task.environment,
+        engine=engine,
+        mesh=mesh,
+        teacher=teacher,
     )
     loader = PromptLoader(task.train, config.rollout.prompts, seed=config.seed)
     state = begin_training(policy.params, recipe.optimizer, mesh)
@@ -299,21 +309,7 @@ def read_policy(config: TrainConfig, mesh: Mesh | None = None) -> Policy:
         policy = small_policy(config.seed)
     else:
         policy = load_policy(config.model, mesh=mesh, argument="model")
-    heads, tensor = policy.config.key_value_heads, config.mesh.tensor
-    if mesh is not None and heads % tensor:  # else the first update finds it
-        fit = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(
-            f"mesh.tensor must divide the policy's {heads} key-value heads, one of {fit}, "
-            f"got {tensor}"
-        )
-    longest = policy.config.attention.longest_row
-    if longest is not None and config.longest_row > longest:
-        names = "rollout.max_prompt_tokens plus rollout.max_new_tokens"
-        names = "rollout.max_episode_tokens" if config.many_turns else names
-        raise ValueError(
-            f"{names} must be at most {longest}, the longest row of the model's rotary scaling, "
-            f"got {config.longest_row}"
-        )
+    check_decoder(config, policy.config, mesh, "policy")
     return policy
 
 
@@ -436,23 +432,31 @@ def make_recipe(
     environment: EnvironmentFactory | None = None,
     engine: Engine | None = None,
     mesh: Mesh | None = None,
+    teacher: Policy | ServedTeacher | None = None,
 ) -> Recipe:
     """Make the parts of a step from its configuration.
 
     Args:
         config: of the run.
         policy: before training; its parameters are copied if a reference policy is needed.
-        reward: of trajectories and ground truths; may be None with an environment.
+        reward: of trajectories and ground truths; may be None with an environment, or with a
+            teacher alone.
         environment: makes environments; None: the policy completes prompts.
         engine: draws completions; None: as the configuration says.
         mesh: devices; None for one.
+        teacher: that `teacher.model` names.
 
     Raises:
-        ValueError: without a reward and an environment, or for rewards that the estimator cannot
-            compare by themselves.
+        ValueError: without a reward and an environment, for rewards that the estimator cannot
+            compare by themselves, or without the teacher that the configuration names.
     """
     config = with_dtype(config, mesh)
     update = config.update
+    if (teacher is None) != (config.teacher.model is None):
+        raise ValueError(
+            f"teacher must be the policy that teacher.model names, {config.teacher.model!r}, "
+            f"got {'none' if teacher is None else 'one'}"
+        )
     reference = None
     if update.kl_beta:
         # New adapters change nothing: the frozen parameters alone are the initial policy.
@@ -471,7 +475,7 @@ def make_recipe(
         source = MultiTurn(
             engine, environment, config.rollout, reward, discount=update.discount, **options
         )
-    elif reward is not None:
+    elif reward is not None or not config.compares_rewards:
         source = SingleTurn(engine, reward, config.rollout, **options)
     else:
         raise ValueError("reward must be given without an environment, got None")
@@ -485,6 +489,7 @@ def make_recipe(
         estimator,
         reference,
         mesh,
+        teacher,
     )
 
 

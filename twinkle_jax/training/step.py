@@ -32,8 +32,10 @@ from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary, add_summaries, grad_step
 from twinkle_jax.training.metrics import Learnt, mismatch_metrics, rollout_facts, update_metrics
 from twinkle_jax.training.packing import IntRows, Packing, plan
+from twinkle_jax.training.policy import Policy
 from twinkle_jax.training.score import Scores, score_batch
 from twinkle_jax.training.state import TrainState, apply_gradients
+from twinkle_jax.training.teacher import ServedTeacher
 
 RECOMPUTED: dict[str, Remat] = {  # by the names of `update.recompute`
     "auto": True,  # not resolved, since the device's memory is unknown
@@ -59,6 +61,7 @@ class Recipe(NamedTuple):
         reference: parameters of the reference policy of the KL penalty, merged over the frozen
             ones; None without a penalty.
         mesh: of parameters and rows; None for one device.
+        teacher: judges each sampled token; None without distillation.
     """
 
     config: TrainConfig
@@ -70,6 +73,7 @@ class Recipe(NamedTuple):
     estimator: Estimator
     reference: Params | None = None
     mesh: Mesh | None = None
+    teacher: Policy | ServedTeacher | None = None
 
 
 def collect(
@@ -102,9 +106,11 @@ def collect(
         else:
             prompts = next_prompts()
             drawn = recipe.source.sample(params, prompts, rollout_key(key, number))
+        # The device scores with these models while the host computes rewards.
         if recipe.reference is not None and update.dynamic_sampling == 1:
-            # The device scores with the reference policy while the host computes rewards.
             drawn = drawn._replace(batch=_with_reference(recipe, drawn.batch, drawn.row_lengths))
+        if recipe.teacher is not None and update.dynamic_sampling == 1:
+            drawn = drawn._replace(teacher_logps=teacher_logps(recipe, drawn))
         drawn = score_rollout(recipe.source, drawn, check)
         if recipe.estimator.needs_greedy_rewards:
             drawn = drawn._replace(greedy_rewards=recipe.source.greedy_rewards(params, prompts))
@@ -118,9 +124,13 @@ def collect(
         rollouts=update.dynamic_sampling,
         compared=partial(_compared, recipe),
     )
+    if recipe.teacher is not None and chosen.teacher_logps is None:
+        chosen = chosen._replace(teacher_logps=teacher_logps(recipe, chosen))
     advantages = credit(recipe, chosen)
     shown = advantages
-    if advantages.ndim == 2:  # per token: show that of the first token
+    if recipe.teacher is not None:
+        shown = hosts.read_if_spread(_mean_over_tokens(advantages, chosen.batch))
+    elif advantages.ndim == 2:  # per token: show that of the first token
         first = jnp.argmax(chosen.batch.labels != IGNORE, axis=1, keepdims=True)
         shown = hosts.read_if_spread(jnp.take_along_axis(advantages, first, axis=1)[:, 0])
     batch = with_advantages(chosen.batch, advantages)
@@ -133,6 +143,25 @@ def rollout_key(key: jax.Array, number: int) -> jax.Array:
 
 
 def credit(recipe: Recipe, rollout: Rollout) -> Float[Array, " rows"] | Float[Array, "rows time"]:
+    r"""Compute advantages, one a row or one a position, from rewards and the teacher.
+
+    With a teacher, that of token $y_t$ is $w \, (\log \pi_T(y_t) - \log \pi(y_t))$, where $\pi$ is
+    the policy that drew it; $w_r$ times the advantage by rewards is added.
+    """
+    teacher, settings = rollout.teacher_logps, recipe.config.teacher
+    if recipe.teacher is None or teacher is None:
+        return _credit_by_rewards(recipe, rollout)
+    judged = settings.weight * _log_ratio(teacher, rollout.batch)
+    if not settings.reward_weight:
+        return judged
+    by_rewards = _credit_by_rewards(recipe, rollout)
+    by_rewards = by_rewards[:, None] if by_rewards.ndim == 1 else by_rewards
+    return judged + settings.reward_weight * by_rewards
+
+
+def _credit_by_rewards(
+    recipe: Recipe, rollout: Rollout
+) -> Float[Array, " rows"] | Float[Array, "rows time"]:
     r"""Compute advantages, one a row or one a position, by comparing rewards within each group.
 
     With `update.credit` `turn`, turn $k$ of an episode is compared with turn $k$ of the other
@@ -251,6 +280,31 @@ def _with_reference(recipe: Recipe, batch: Batch, row_lengths: IntRows) -> Batch
     return batch._replace(ref_logps=scores.logps)
 
 
+def teacher_logps(recipe: Recipe, rollout: Rollout) -> Float[Array, "rows time"]:
+    """Score the labels of a rollout with the teacher, at the temperature of the sampler."""
+    teacher = recipe.teacher
+    assert teacher is not None
+    if isinstance(teacher, ServedTeacher):
+        return teacher.score(rollout.batch)
+    judging = recipe._replace(decoder=teacher.config, frozen=teacher.frozen)
+    unrouted = rollout.batch._replace(routing=None)  # its own router chooses
+    return score(judging, teacher.params, unrouted, rollout.row_lengths).logps
+
+
+@jax.jit
+def _log_ratio(teacher: Float[Array, "rows time"], batch: Batch) -> Float[Array, "rows time"]:
+    """Log-probabilities under the teacher minus those under the sampler; 0 without a label."""
+    assert batch.old_logps is not None
+    return jnp.where(batch.labels != IGNORE, teacher - batch.old_logps, 0)
+
+
+@jax.jit
+def _mean_over_tokens(values: Float[Array, "rows time"], batch: Batch) -> Float[Array, " rows"]:
+    kept = batch.labels != IGNORE
+    count = jnp.maximum(jnp.sum(kept, axis=1, dtype=jnp.float32), 1)
+    return jnp.sum(jnp.where(kept, values, 0), axis=1) / count
+
+
 class SamplerMismatchError(hosts.SharedError):
     """The sampler's log-probabilities differ too much from the trainer's.
 
@@ -296,7 +350,7 @@ def train_step(
     batch = on_all_devices(rollout.batch, recipe.mesh)  # a few numbers a token: cheap to replicate
     if recipe.reference is not None and batch.ref_logps is None:
         batch = _with_reference(recipe, batch, lengths)
-    facts = rollout_facts(batch)
+    facts = rollout_facts(batch, rollout.teacher_logps)
     mismatch = None
     corrected, recorded = update.correction != "none", update.replay_routing == "trainer"
     noisy = _dropout_key(recipe) is not None  # updates compute with dropout

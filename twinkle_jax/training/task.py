@@ -53,7 +53,8 @@ class Task(NamedTuple):
     Attributes:
         train: prompts with their ground truths.
         held_out: prompts that are never trained on; empty where there are none.
-        reward: of trajectories and ground truths; None: the environment's alone.
+        reward: of trajectories and ground truths; None: the environment's alone, or none where a
+            teacher judges prompts without answers.
         judge: the reward of evaluations; None: `reward`.
         environment: makes environments; None: the policy completes prompts.
     """
@@ -122,7 +123,8 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
     find = partial(_find_reward, config, models)
     if reward is None:
         # Environments give rewards themselves; named ones are added to them.
-        names = config.rewards or ([] if config.environment is not None else [fitting])
+        needed = config.environment is None and (config.compares_rewards or _answered(train))
+        names = config.rewards or ([fitting] if needed else [])
         # One reward without a weight is called directly: there is nothing to add up.
         reward = find(names[0]) if names else None
         if len(names) > 1 or config.reward_weights:
@@ -132,6 +134,8 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
     judge = None
     if config.evaluation.reward:
         judge = find(config.evaluation.reward, argument="evaluation.reward")
+    elif reward is None and config.environment is None and len(held_out):
+        judge = find(fitting)
     for argument, prompts, scored_by in (
         ("task", train, reward),
         ("evaluation.path", held_out, judge or reward),
@@ -174,7 +178,7 @@ def _check_reward(
         return
     rows = prompts if isinstance(prompts, list) else prompts[:1]  # others are generated, and alike
     columns = dict.fromkeys(name for row in rows for name, _ in row["user_data"])
-    answered = user_data_get(rows[0]["user_data"], "ground_truth") is not None  # all or none
+    answered = _answered(rows)
     if not answered and getattr(reward, "needs_ground_truth", False):
         raise ValueError(
             f"{argument} must have an 'answer' in each record for this reward, got none"
@@ -182,6 +186,11 @@ def _check_reward(
     if isinstance(reward, ColumnsReward) and not adds_columns:
         answers = ["ground_truth", "answer"] if answered else []
         reward.check_columns([*dict.fromkeys([*columns, *answers]), "prompts", "completions"])
+
+
+def _answered(prompts: Sequence[Trajectory]) -> bool:
+    """Whether prompts have ground truths: all of a file do, or none."""
+    return user_data_get(prompts[0]["user_data"], "ground_truth") is not None
 
 
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:

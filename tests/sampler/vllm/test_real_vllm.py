@@ -180,6 +180,23 @@ def test_prompts_are_scored_where_asked_for(make, tied):
             assert all(2 <= len(dict(pairs)) <= 4 for pairs in seq.logprobs)
 
 
+def test_a_teacher_scores_here_and_there_alike(make, tied, tmp_path):
+    place, url = tied  # vLLM 0.32 for CPUs ends when it scores prompts with --enable-lora
+    make(tied)  # the server has the checkpoint's weights again
+    settings = {
+        "rollout.prompts": 4, "rollout.num_samples": 4, "rollout.max_prompt_tokens": 24,
+        "update.mini_batches": 1, "teacher.model": str(place), "steps": 3, "warm_start": 0.0,
+        "evaluation.every": 0, "evaluation.problems": 4,
+    }  # fmt: skip
+    seen = {}
+    for name, where in (("here", {}), ("there", {"teacher.url": url})):
+        train(config_of(settings | where | {"output_dir": str(tmp_path / name)}))
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        seen[name] = [json.loads(line)["teacher/kl"] for line in lines]
+    np.testing.assert_allclose(seen["there"], seen["here"], atol=1e-4)
+    assert min(seen["here"]) > 0.1
+
+
 @pytest.mark.parametrize("kind", ["untied", "tied"])
 def test_new_weights_are_loaded(request, make, kind):
     actor, sampler = make(request.getfixturevalue(kind))

@@ -93,12 +93,13 @@ def read_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     return named
 
 
-def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:
+def locate(path_or_id: str | Path, *, argument: str = "path_or_id", weights: bool = True) -> Path:
     """Return a local directory as it is; download a hub id, unless it is in the cache.
 
     Args:
         path_or_id: a directory or a hub id.
         argument: the user's name for it, for errors: `"model_id"`, `"--model"`.
+        weights: whether to download its weights, too.
     """
     path = Path(path_or_id).expanduser()
     if path.is_dir():
@@ -113,8 +114,8 @@ def locate(path_or_id: str | Path, *, argument: str = "path_or_id") -> Path:
         raise ImportError(
             f"{argument} is a hub id, {path_or_id!r}, which needs huggingface_hub: {_INSTALL}"
         ) from error
-    weights = ["model*.safetensors", INDEX, ADAPTER_WEIGHTS]
-    patterns = [CONFIG, ADAPTER_CONFIG, *weights, *TOKENIZER_FILES, f"{NAMED_TEMPLATES}/*.jinja"]
+    patterns = [CONFIG, ADAPTER_CONFIG, *TOKENIZER_FILES, f"{NAMED_TEMPLATES}/*.jinja"]
+    patterns += ["model*.safetensors", INDEX, ADAPTER_WEIGHTS] if weights else []
     try:
         return Path(snapshot_download(path_or_id, allow_patterns=patterns))
     except Exception as error:  # of the hub, the network or the disk
