@@ -1,7 +1,11 @@
 """What a reward is: its signature is recognised, and ground truths find their completion."""
 
+import asyncio
+import functools
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -199,15 +203,6 @@ def test_columns_that_are_missing_are_named():
         as_reward(my_reward)([conversation("2", level=3)])
 
 
-async def later(completions):
-    return [0.0]
-
-
-class Later(Reward):
-    async def __call__(self, trajectories, ground_truths=None):
-        return [0.0]
-
-
 @pytest.mark.parametrize(
     "function",
     [
@@ -221,8 +216,6 @@ class Later(Reward):
         lambda *trajectories: [1.0],
         lambda completions, /: [1.0],
         lambda ground_truths, trajectories: [1.0],
-        later,
-        Later(),
         dict.fromkeys,
         FormatReward,
         5,
@@ -237,3 +230,98 @@ def test_rewards_need_no_jax():
     code = "import sys, twinkle_jax.reward as r; print('jax' in sys.modules, 'flax' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == ["False", "False"]
+
+
+async def length(completions, **columns):
+    await asyncio.sleep(0)
+    return [float(len(completion[0]["content"])) for completion in completions]
+
+
+class Length(Reward):
+    needs_ground_truth = True
+
+    async def __call__(self, trajectories, ground_truths=None):
+        await asyncio.sleep(0)
+        return [float(len(t["messages"][-1]["content"])) for t in trajectories]
+
+
+class Judge:
+    async def __call__(self, trajectories, ground_truths):
+        return await length([t["messages"][-1:] for t in trajectories])
+
+
+async def trajectories_alone(trajectories):
+    return await Judge()(trajectories, None)
+
+
+async def of_one(text, truth):
+    await asyncio.sleep(0)
+    return float(len(text))
+
+
+ASYNC = [length, Length(), Judge(), trajectories_alone, FunctionReward(of_one),
+         functools.partial(length, extra=1), FunctionReward(functools.partial(of_one))]  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", ASYNC)
+@pytest.mark.parametrize("timeout", [60.0, None])
+def test_rewards_may_be_async(reward, timeout):
+    trajectories = completions("a", "bcd", user_data=[("ground_truth", "x")])
+    assert compute_rewards(reward, trajectories, timeout=timeout) == [1.0, 3.0]
+    assert list(as_reward(reward)(trajectories, ["x"])) == [1.0, 3.0]
+
+
+def test_what_an_async_reward_is_stays_known():
+    assert as_reward(Length()).needs_ground_truth
+    assert as_reward(Length()).__name__ == "Length"
+    assert as_reward(trajectories_alone).__name__ == "trajectories_alone"
+
+
+def test_async_calls_run_at_the_same_time_and_on_one_loop():
+    """Each waits until all have begun; and what one call has made, the next one may use."""
+    begun, loops = [], []
+
+    async def judge(text, truth):
+        begun.append(text)
+        loops.append(asyncio.get_running_loop())
+        while len(begun) < 20:
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    reward = FunctionReward(judge, needs_ground_truth=False)
+    for _ in range(2):
+        begun.clear()
+        assert compute_rewards(reward, completions(*map(str, range(20))), timeout=30) == [1.0] * 20
+    assert len(set(map(id, loops))) == 1
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+def test_an_async_reward_that_fails_is_named_and_the_next_one_runs(error, nested):
+    async def fail(text):
+        await asyncio.sleep(0)
+        if text == "b":
+            raise error("no")  # this line
+        return 1.0
+
+    async def fragile(completions, **columns):
+        texts = [completion[0]["content"] for completion in completions]
+        if nested:
+            return await asyncio.gather(*map(fail, texts))
+        return [await fail(text) for text in texts]
+
+    with pytest.raises(RuntimeError, match=rf"^fragile .*{error.__name__}: no .*for trajectory 1"):
+        compute_rewards(fragile, completions("a", "b"), timeout=30)
+    assert compute_rewards(length, completions("a"), timeout=30) == [1.0]
+
+
+def test_an_async_reward_that_hangs_ends_in_time():
+    async def hangs(completions, **columns):
+        await asyncio.sleep(60)
+
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"^hangs must return within"):
+        compute_rewards(hangs, completions("a"), timeout=0.2)
+    assert time.monotonic() - started < 30
+    assert compute_rewards(length, completions("a"), timeout=30) == [1.0]
+    assert all(thread.daemon for thread in threading.enumerate() if "reward" in thread.name)

@@ -3,9 +3,13 @@
 Functions in TRL's form are adapted here, and ground truths are matched with completions.
 """
 
+import asyncio
+import functools
 import inspect
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from twinkle_jax.data import Message, Trajectory, completion_text, message_text, user_data_get
@@ -14,7 +18,7 @@ from twinkle_jax.data.rows import to_columns
 GroundTruths = Sequence[Any] | None
 """Right answers, one for each trajectory or each prompt; None: those in `user_data`."""
 
-RewardFunction = Callable[..., Sequence[float | None]]
+RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """A `Reward`, or a function with a signature that `as_reward` takes."""
 
 _FORMS = (
@@ -71,7 +75,8 @@ class FunctionReward(Reward):
 
     Args:
         function: takes a completion's text and its ground truth, returns a number. It gets ground
-            truths that are numbers as text, lists and dictionaries as they are.
+            truths that are numbers as text, lists and dictionaries as they are. An `async` one is
+            called for all completions at once.
         needs_ground_truth: False passes None for the ground truth where there is none.
 
     Raises:
@@ -84,7 +89,10 @@ class FunctionReward(Reward):
     """
 
     def __init__(
-        self, function: Callable[[str, Any], float], *, needs_ground_truth: bool = True
+        self,
+        function: Callable[[str, Any], float | Awaitable[float]],
+        *,
+        needs_ground_truth: bool = True,
     ) -> None:
         if not callable(function):
             raise TypeError(f"function must be callable, got {function!r}")
@@ -101,8 +109,11 @@ class FunctionReward(Reward):
         else:
             aligned = align_ground_truths(trajectories, ground_truths)
             truths = [None if truth is None else _as_text(truth) for truth in aligned]
-        pairs = zip(trajectories, truths, strict=True)
-        return [self.function(completion_text(trajectory), truth) for trajectory, truth in pairs]
+        pairs = zip(map(completion_text, trajectories), truths, strict=True)
+        scores: list[Any] = [self.function(text, truth) for text, truth in pairs]
+        if scores and all(map(inspect.isawaitable, scores)):
+            scores = _result_of(_all_of(scores))
+        return scores
 
     def __repr__(self) -> str:
         return f"FunctionReward({getattr(self.function, '__name__', self.function)})"
@@ -162,6 +173,9 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     Without `**columns` in its signature it gets only what it names. It may return None for a
     trajectory that it does not apply to.
 
+    Either may be `async`. All calls wait on one event loop, in a thread of its own, so that a
+    client with open connections may be used in the next step again.
+
     Args:
         function: a `Reward`, or a function.
         argument: its name in errors.
@@ -170,7 +184,7 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
         A function of trajectories and ground truths.
 
     Raises:
-        TypeError: if it is not callable, is `async`, or has another signature.
+        TypeError: if it is not callable, or has another signature.
 
     Example:
         >>> def short(completions, limit, **columns):
@@ -182,11 +196,8 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     if isinstance(function, type) or not callable(function):
         raise TypeError(f"{argument} must be a function or a Reward, got {function!r:.80}")
     name = reward_name(function)
-    call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
-    if inspect.iscoroutinefunction(call):
-        raise TypeError(f"{argument} must not be an async function, got {name}")
     if isinstance(function, Reward):
-        return function
+        return _AsyncReward(function) if _is_async(function) else function
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -194,6 +205,8 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     parameters = list(signature.parameters.values())
     names = [parameter.name for parameter in parameters]
     form = f"{argument} must have the signature {_FORMS}; got {name}{signature}"
+    if _is_async(function):
+        function = _waiting(function)
     if "completions" in names and "trajectories" not in names:
         if any(p.kind is inspect.Parameter.POSITIONAL_ONLY for p in parameters):
             raise TypeError(form)
@@ -209,12 +222,66 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     raise TypeError(form)
 
 
-def _without_truths(function: RewardFunction) -> RewardFunction:
+# Asynchronous rewards.
+
+
+class _AsyncReward(Reward):
+    """A reward whose call is `async`, as one that returns numbers."""
+
+    def __init__(self, reward: Reward) -> None:
+        self.__name__, self.needs_ground_truth = reward_name(reward), reward.needs_ground_truth
+        self._call = _waiting(reward)
+
+    def __call__(
+        self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
+    ) -> list[float]:
+        return list(self._call(trajectories, ground_truths, **kwargs))
+
+
+def _is_async(function: Callable[..., Any]) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    call = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
+    return inspect.iscoroutinefunction(call)
+
+
+def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that waits for what an `async` one returns."""
+
+    def reward(*args: Any, **kwargs: Any) -> Any:
+        return _result_of(function(*args, **kwargs))
+
+    reward.__name__ = reward_name(function)
+    reward.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    return reward
+
+
+async def _all_of(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
+    return list(await asyncio.gather(*awaitables))
+
+
+def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop()).result()
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Start the event loop of all rewards."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        while True:
+            with suppress(KeyboardInterrupt, SystemExit):  # the call of the reward raises them too
+                loop.run_forever()
+
+    threading.Thread(target=run, name="rewards", daemon=True).start()
+    return loop
+
+
+def _without_truths(function: Callable[..., Any]) -> RewardFunction:
     """Let a function of trajectories alone be called with ground truths too."""
 
-    def reward(
-        trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None
-    ) -> Sequence[float | None]:
+    def reward(trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None) -> Any:
         return function(trajectories)
 
     reward.__name__ = reward_name(function)
