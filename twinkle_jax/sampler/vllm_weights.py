@@ -193,12 +193,13 @@ class ServedPolicy:
 
         It has no place for the weights that are written: it may keep the old ones without an error.
         """
-        if actor.source is None or not (actor.source / CONFIG).is_file():
+        source = None if actor.source is None else Path(actor.source)
+        if source is None or not (source / CONFIG).is_file():
             return
-        config = read_json(actor.source, CONFIG)
+        config = read_json(source, CONFIG)
         parts = config, config.get("text_config") or {}
         quantised = any(part.get("quantization_config") for part in parts)
-        if quantised and _names_directory(served.root, actor.source):
+        if quantised and _names_directory(served.root, source):
             raise ServerError(
                 f"{self._loader.url} must serve a checkpoint in 16 or 32 bits to load weights, got "
                 f"{served.root}, with a quantization_config: write one with save_pretrained, and "

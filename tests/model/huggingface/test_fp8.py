@@ -441,7 +441,7 @@ BAD = np.where(np.eye(2, dtype=bool), np.nan, SCALES)
         ({NAME: NUMBERS[:20]}, r"must have the shape \(24, 16\), got \(20, 16\)"),
         ({NAME: NUMBERS.reshape(-1)}, "must have two or three axes"),
         ({SCALE: BAD}, "must be finite"),
-        ({SCALE: np.full((2, 2), np.inf, np.float32)}, "must be finite"),
+        ({SCALE: np.full((2, 2), np.inf, np.float32), NAME: 0 * NUMBERS}, "must be finite"),
         ({SCALE: np.full((2, 2), 3e38, np.float32)}, "must be finite"),
         ({NAME: np.full((24, 16), 127, np.uint8).view(jnp.float8_e4m3fn)}, "must be finite"),
         ({f"{NAME}_scale": SCALES}, "must have scales, .*, got .*weight_scale beside it"),
