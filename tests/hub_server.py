@@ -43,7 +43,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         requested = server.directory / path.partition(f"/resolve/{COMMIT}/")[2]
         if not requested.is_file():
             requested = server.directory / path.partition("/resolve/main/")[2]
-        if path == f"{api}/revision/main":
+        if path in (f"{api}/revision/main", f"{api}/revision/{COMMIT}"):
             siblings = [{"rfilename": name} for name in relative]
             self.answer_json({"id": server.name, "sha": COMMIT, "siblings": siblings})
         elif path == f"{api}/tree/{COMMIT}":

@@ -460,7 +460,7 @@ REAL_GLM4_MOE = {
 }
 
 
-REAL_LATENT = {  # as the hub has them, but for the form in FP8
+REAL_LATENT = {  # as the hub has them
     "DeepSeek-V3": {
         "architectures": ["DeepseekV3ForCausalLM"],
         "attention_bias": False,
@@ -495,6 +495,12 @@ REAL_LATENT = {  # as the hub has them, but for the form in FP8
         "q_lora_rank": 1536,
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+        },
         "rms_norm_eps": 1e-6,
         "rope_scaling": {
             "beta_fast": 32,

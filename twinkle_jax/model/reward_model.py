@@ -26,6 +26,7 @@ from twinkle_jax.model.huggingface.adapter_files import save_tokenizer
 from twinkle_jax.model.huggingface.checkpoint import (
     ScoreHead,
     all_finite,
+    converted,
     read_config,
     read_params,
     save_checkpoint,
@@ -151,6 +152,7 @@ class RewardModel(Reward):
         directory = locate(path_or_id, argument=argument)
         stored = stored_tensors(directory)
         config = read_config(directory)
+        stored = converted(stored, config, directory)
         head = stored.pop(SCORE, None)
         if new_head and head is not None:
             raise ValueError(

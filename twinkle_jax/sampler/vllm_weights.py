@@ -15,6 +15,7 @@ from twinkle_jax.data import SamplingParams
 from twinkle_jax.model import Decoder, merge_adapter
 from twinkle_jax.model.decoder.lora import walk
 from twinkle_jax.model.huggingface.checkpoint import save_checkpoint
+from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, read_json
 from twinkle_jax.model.huggingface.saving import remove_remains
 from twinkle_jax.sampler.requests import Actor, Stops
 from twinkle_jax.sampler.vllm_server import (
@@ -47,11 +48,12 @@ _SEEN_HINT = ": its log has the cause; it must see shared_dir, {}, under the sam
 
 
 class Served(NamedTuple):
-    """A model on a server: its name there, the most tokens of a row, and all names it has."""
+    """A model on a server: its name there, the most tokens of a row, all names, its checkpoint."""
 
     name: str
     max_length: int
     all_names: tuple[Any, ...] = ()
+    root: Any = None
 
 
 class ServedPolicy:
@@ -176,6 +178,7 @@ class ServedPolicy:
         if not merge and any(path[-1] == "lora_A" for path, _ in walk(actor.params)):
             self._adapter = self._load_adapter(deadline, actor, shared_dir, served)
         else:
+            self._check_form(actor, served)
             directory = shared_dir / "checkpoint"
             save_for_server(actor, directory)
             load_checkpoint(self._loader, deadline, directory)
@@ -184,6 +187,24 @@ class ServedPolicy:
         self._sync_failed = False
         if old is not None:
             _unload_adapter(self._loader, deadline, old)
+
+    def _check_form(self, actor: Actor, served: Served) -> None:
+        """Refuse a server with the quantised checkpoint that the policy was read from.
+
+        It has no place for the weights that are written: it may keep the old ones without an error.
+        """
+        source = None if actor.source is None else Path(actor.source)
+        if source is None or not (source / CONFIG).is_file():
+            return
+        config = read_json(source, CONFIG)
+        parts = config, config.get("text_config") or {}
+        quantised = any(part.get("quantization_config") for part in parts)
+        if quantised and _names_directory(served.root, source):
+            raise ServerError(
+                f"{self._loader.url} must serve a checkpoint in 16 or 32 bits to load weights, got "
+                f"{served.root}, with a quantization_config: write one with save_pretrained, and "
+                "train and serve that"
+            )
 
     def _load_adapter(
         self, deadline: Deadline, actor: Actor, shared_dir: Path, served: Served
@@ -241,15 +262,25 @@ def names_of(model_id: str | Path, served_name: str | None) -> list[str]:
     return [str(model_id), str(directory.resolve())] if directory.is_dir() else [str(model_id)]
 
 
-def _read_models(names: Sequence[str], answer: Any) -> Served:
+def _names_directory(root: Any, directory: Path) -> bool:
+    """Whether what a server calls its checkpoint is a directory here: a path, or its hub id."""
+    parts = Path(root).parts if isinstance(root, str) else ()
+    if not parts:
+        return False
+    same = [path.parts[-len(parts) :] == parts for path in (directory, directory.resolve())]
+    return any(same) or f"models--{'--'.join(parts)}" in directory.parts  # in the hub's cache
+
+
+def _read_models(known: Sequence[str], answer: Any) -> Served:
     entries = read_list("data", read_object("an object", answer))
     models = [read_object("models that are objects", x) for x in entries]
     for model in models:
-        if model.get("id") in names or model.get("root") in names:
+        if model.get("id") in known or model.get("root") in known:
             length = read_integer("an integer as max_model_len", model.get("max_model_len"))
-            return Served(str(model["id"]), length, tuple(x.get("id") for x in models))
+            names = tuple(x.get("id") for x in models)
+            return Served(str(model["id"]), length, names, model.get("root"))
     return refuse(
-        f"model {names[0]!r} among its models (served_name says what it is called there)",
+        f"model {known[0]!r} among its models (served_name says what it is called there)",
         [model.get("id") for model in models],
     )
 

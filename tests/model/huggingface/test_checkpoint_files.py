@@ -258,6 +258,30 @@ def test_an_id_is_downloaded_once_and_then_found(hub, tmp_path):
 
 
 @pytest.mark.slow
+def test_files_that_only_the_index_names_are_downloaded(hub, tmp_path):
+    """As those of Qwen3.6 in FP8, `layers-0.safetensors`; others are not."""
+    files, address, asked = hub
+    params = params_of("qwen3")
+    save_pretrained(Decoder(config_of("qwen3"), params), files, max_shard_size=20_000)
+    index = (files / INDEX).read_text()
+    for path in files.glob("model-*.safetensors"):
+        number = path.name.split("-")[1]
+        index = index.replace(path.name, f"layers-{number}.safetensors")
+        path.rename(files / f"layers-{number}.safetensors")
+    (files / INDEX).write_text(index)
+    (files / "consolidated.safetensors").write_bytes(b"the same once more")
+    for environment in ({}, {"HF_HUB_OFFLINE": "1"}):
+        done = hub_server.run(SCRIPT, ID, address, tmp_path / "home", **environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        expected = [leaf.tolist() for leaf in jax.tree.leaves(params)]
+        assert json.loads(done.stdout.splitlines()[-1]) == expected
+    fetched = {pathlib.Path(path).name for path in asked if "/resolve/" in path}
+    shards = {path.name for path in files.glob("layers-*.safetensors")}
+    assert len(shards) > 1
+    assert fetched == {CONFIG, INDEX, *shards}
+
+
+@pytest.mark.slow
 def test_an_id_that_the_hub_does_not_know(hub, tmp_path):
     done = hub_server.run(SCRIPT, "someone/else", hub[1], tmp_path / "home")
     assert done.returncode == 1

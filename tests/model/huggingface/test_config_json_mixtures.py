@@ -126,7 +126,7 @@ def test_real_models_with_latent_attention(name, billions, heads, scale):
         ({"topk_method": "greedy"}, "topk_method"),
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"mlp_layer_types": ["dense", "sparse", "sparse"]}, "mlp_layer_types"),
     ],
@@ -216,7 +216,7 @@ def config_with_sliding_dense_layers():
         ({"output_router_logits": True}, "output_router_logits"),
         ({"scoring_func": "softmax"}, "scoring_func"),
         ({"moe_layer_freq": 2}, "moe_layer_freq"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"use_sliding_window": True}, "use_sliding_window"),
     ],
 )

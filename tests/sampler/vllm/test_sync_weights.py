@@ -261,6 +261,30 @@ def test_a_server_whose_rows_would_have_other_rotary_factors_is_refused(
     assert "/collective_rpc" not in server.paths()
 
 
+@pytest.mark.parametrize(
+    ("folder", "root"),
+    [("fp8", "{}/fp8"), ("fp8", "./fp8"), ("hub/models--us--a-FP8/snapshots/1", "us/a-FP8")],
+)
+def test_a_server_with_quantised_weights_is_refused(server, checkpoint, tmp_path, folder, root):
+    """It may keep the old weights without an error. It can load adapters."""
+    place, root = Path(shutil.copytree(checkpoint, tmp_path / folder)), root.format(tmp_path)
+    content = json.loads((place / "config.json").read_text())
+    content["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (place / "config.json").write_text(json.dumps(content))
+    actor = TransformersModel(model_id=place)
+    own = {"id": server.name, "root": root, "max_model_len": 64}
+    server.alter["/v1/models"] = lambda answer: {"data": [own, *answer["data"][1:]]}
+    options = {"base_url": server.url, "shared_dir": tmp_path}
+    sampler = vLLMSampler(model_id=place, served_name=server.name, **options)
+    with pytest.raises(ServerError, match=f"16 or 32 bits .* got {root}, with a quantization_c"):
+        sampler.sync_weights(actor)
+    assert "/collective_rpc" not in server.paths()
+    actor.add_adapter_to_model("default", LoraConfig(r=2))
+    sampler.sync_weights(actor)
+    server.alter.clear()  # another checkpoint
+    sampler.sync_weights(actor, merge=True)
+
+
 def test_what_cannot_be_written_never_reaches_the_server(sampler, server, checkpoint, tmp_path):
     actor = TransformersModel(model_id=checkpoint)
     params = jax.tree.map(lambda x: x * jnp.float32(jnp.nan), actor.state.params)

@@ -66,6 +66,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     read_dtype,
     read_json,
     read_part,
+    scaled,
     stored_names,
     stored_outputs,
     stored_prefix,
@@ -75,7 +76,7 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     to_stored,
     unpacked,
 )
-from twinkle_jax.model.huggingface.config_json import export_config, parse_config
+from twinkle_jax.model.huggingface.config_json import export_config, fp8_block, parse_config
 from twinkle_jax.model.huggingface.saving import (
     Gather,
     check_target,
@@ -107,7 +108,8 @@ def load_pretrained(
     Qwen2 to Qwen3.6, Gemma 2, the text models of Gemma 3, Gemma 4 and Mistral Small 3, and GPT-OSS.
 
     Mixtures of experts are read in both forms, stacked or a tensor for each expert, and saved in
-    the second, as transformers does. Experts of GPT-OSS in MXFP4 are converted to bfloat16.
+    the second, as transformers does. Experts of GPT-OSS in MXFP4, and weights in FP8 with a scale
+    for each block, output or tensor, are converted to bfloat16, or `dtype`.
 
     The names, shapes and types of all tensors are checked before anything is allocated. Then they
     are read and placed on their devices one at a time, so the host holds one tensor at a time. Only
@@ -119,7 +121,7 @@ def load_pretrained(
     Args:
         path_or_id: a directory with `config.json` and `model.safetensors`, in one file or with an
             index; or a hub id, which needs huggingface_hub.
-        dtype: type of the parameters; by default as stored.
+        dtype: type of the parameters; by default as stored, and bfloat16 for MXFP4 and FP8.
         mesh: devices to place parameters on; by default the first device.
         partition: from a parameter's name (`"layers/0/mlp/up_proj/kernel"`) and shape, stacked
             axis first, to its `PartitionSpec` on the mesh; by default, replicated.
@@ -132,7 +134,8 @@ def load_pretrained(
     Raises:
         ValueError: for an unknown `model_type`, missing, extra or misshapen tensors, files that
             are truncated, pickled or outside the directory, a `dtype` that is not a floating-point
-            type, and values that are NaN or infinite, or become so in `dtype`.
+            type, values that are NaN or infinite, or become so in `dtype`, and other quantised
+            weights.
         RuntimeError: if the mesh spans several processes, and another one raised an error.
         ImportError: if safetensors is not installed.
     """
@@ -142,8 +145,9 @@ def load_pretrained(
         stored = stored_tensors(directory)
         if config is None:
             config = read_config(directory)
+            stored = converted(stored, config, directory)
         else:
-            stored = first_layers(stored, config.layers)
+            stored = first_layers(converted(stored, config, directory), config.layers)
         params = read_params(config, stored, dtype=dtype, mesh=mesh, partition=partition)
     return Decoder(config, params, source=directory.absolute())
 
@@ -156,8 +160,7 @@ def read_params(
     mesh: Mesh | None = None,
     partition: Partition | None = None,
 ) -> Params:
-    """Read a decoder's parameters from the tensors of a checkpoint, see `load_pretrained`."""
-    stored = unpacked(config, stored)
+    """Read a decoder's parameters from what `converted` lists, see `load_pretrained`."""
     names, table = match_tensors(config, stored), parameter_table(config)
     with ExitStack() as stack:
         files = open_files(stack, stored)
@@ -186,6 +189,20 @@ def read_config(directory: Path) -> DecoderConfig:
         raise ValueError(f"{directory / CONFIG}: {error}") from None
 
 
+def converted(
+    stored: Mapping[str, StoredTensor], config: DecoderConfig, directory: Path
+) -> dict[str, StoredTensor]:
+    """List what the tensors of a checkpoint are converted to: those in MXFP4 and FP8 are."""
+    if FAMILIES[config.model_type].clamped_experts:
+        return unpacked(stored)
+    content = read_json(directory, CONFIG) if inside(directory, CONFIG).exists() else {}
+    try:
+        block = fp8_block(content)
+    except ValueError as error:
+        raise ValueError(f"{directory / CONFIG}: {error}") from None
+    return scaled(stored, block)
+
+
 def _check_tied_head(
     config: DecoderConfig,
     files: Mapping[str, Any],
@@ -202,7 +219,7 @@ def _check_tied_head(
     parts = [slice(i, min(i + 4096, size)) for i in range(0, size, 4096)]
     if together:  # each process compares its share of the rows
         parts = parts[jax.process_index() :: jax.process_count()]
-    same = stored[head][1:] == stored[embedding][1:]  # shape and type
+    same = stored[head][1:3] == stored[embedding][1:3]  # shape and type
     same = same and all(np.array_equal(a[part], b[part]) for part in parts)
     if not same:
         raise ValueError(f"tie_word_embeddings is true, but {head} differs from {embedding}")
@@ -362,9 +379,9 @@ def save_pretrained(
     one step: an interrupted export leaves an older one intact. The tokenizer's files are copied
     from the directory that the decoder was read from, and replace those of an older export. Of its
     other files, all but weights and configuration are kept. Tensors that the decoder does not use
-    are copied from there, too, unchanged: the vision tower of Qwen3.5 or Gemma, and heads that
-    predict several tokens. If that directory is gone, a warning says that only the text model is
-    written.
+    are copied from there, too: the vision tower of Qwen3.5 or Gemma, and heads that predict several
+    tokens. They are unchanged, but those in FP8 become bfloat16. If that directory is gone, a
+    warning says that only the text model is written.
 
     If the parameters are spread over several processes, all of them must call this. They gather one
     tensor at a time, process 0 writes it, and all return when the checkpoint is complete.
@@ -685,13 +702,18 @@ def _carried_from_source(decoder: Decoder, stack: ExitStack) -> list[ExportTenso
                 stacklevel=2,
             )
         return []
-    stored = stored_tensors(source)
+    stored = converted(stored_tensors(source), decoder.config, source)
     wanted = {name: stored[name] for name in carried_tensors(decoder.config, stored)}
     files = open_files(stack, wanted)
-    return [
-        ExportTensor(name, x.dtype, x.shape, partial(files[name].get_tensor, name))
-        for name, x in wanted.items()
-    ]
+    tensors = []
+    for name, x in wanted.items():
+        tensor = ExportTensor(name, x.dtype, x.shape, partial(files[name].get_tensor, name))
+        if x.scales is not None:  # in FP8 they would need a quantization_config
+            to = read_dtype(DTYPES[x.dtype])
+            prepare = partial(host_tensor, name, (), dtype=to, transposed=False)
+            tensor = tensor._replace(prepare=prepare)
+        tensors.append(tensor)
+    return tensors
 
 
 def _write_shards(

@@ -62,13 +62,24 @@ LEAVES = {"kernel": "weight", "scale": "weight", "embedding": "weight"}  # other
 _TRANSPOSED = ("kernel", "lora_A", "lora_B")
 
 
+class Scales(NamedTuple):
+    """The scales of a tensor in MXFP4 or FP8: file, name, and rows and columns that share one."""
+
+    file: Path
+    name: str
+    block: tuple[int, int] | None = None  # None in MXFP4
+
+
 class StoredTensor(NamedTuple):
-    """A tensor's file, shape and type, from the header of the file."""
+    """A tensor's file, shape and type, from the header of the file.
+
+    Where it has scales, shape and type are those that it is converted to.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    scales: Path | None = None  # the file of its scales, where it is one of two of MXFP4
+    scales: Scales | None = None
 
 
 def import_safetensors() -> ModuleType:
@@ -117,7 +128,14 @@ def locate(path_or_id: str | Path, *, argument: str = "path_or_id", weights: boo
     patterns = [CONFIG, ADAPTER_CONFIG, *TOKENIZER_FILES, f"{NAMED_TEMPLATES}/*.jinja"]
     patterns += ["model*.safetensors", INDEX, ADAPTER_WEIGHTS] if weights else []
     try:
-        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+        directory = Path(snapshot_download(path_or_id, allow_patterns=patterns))
+        if not weights or not (directory / INDEX).exists():
+            return directory
+        shards = sorted(set(_weight_map(directory).values()))
+        others = [name for name in shards if not (directory / name).exists()]
+        if others:  # such as layers-0.safetensors, as Qwen3.6 in FP8 has them
+            snapshot_download(path_or_id, revision=directory.name, allow_patterns=others)
+        return directory
     except Exception as error:  # of the hub, the network or the disk
         raise ValueError(
             f"{argument} must be a directory, or a hub id that can be downloaded, got "
@@ -202,8 +220,6 @@ def _weight_map(directory: Path) -> Mapping[str, str]:
             f"weight_map must be an object from tensors to files in {directory / INDEX}, "
             f"got {type(shards).__name__}"
         )
-    for name in set(shards.values()):
-        regular_file(inside(directory, name))
     return shards
 
 
@@ -226,17 +242,22 @@ def read_headers(path: Path) -> dict[str, StoredTensor]:
 def open_files(stack: ExitStack, stored: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Open each file once, and return the open file of each tensor."""
     safetensors = import_safetensors()
-    files = {tensor.file for tensor in stored.values()}
-    files |= {tensor.scales for tensor in stored.values() if tensor.scales is not None}
-    handles = {
-        file: stack.enter_context(safetensors.safe_open(file, framework="np")) for file in files
-    }
-    return {
-        name: handles[tensor.file]
-        if tensor.scales is None
-        else PackedFiles(handles[tensor.file], handles[tensor.scales])
-        for name, tensor in stored.items()
-    }
+
+    @functools.cache
+    def opened(file: Path) -> Any:
+        return stack.enter_context(safetensors.safe_open(file, framework="np"))
+
+    mapped = functools.cache(_MappedFile)
+    files: dict[str, Any] = {}
+    for name, tensor in stored.items():
+        if (scales := tensor.scales) is None:
+            files[name] = opened(tensor.file)
+        elif scales.block is None:
+            files[name] = PackedFiles(opened(tensor.file), opened(scales.file))
+        else:
+            pair = mapped(tensor.file), mapped(scales.file)
+            files[name] = ScaledFiles(*pair, scales.name, scales.block)
+    return files
 
 
 # MXFP4: numbers of four bits, two in a byte, and a power of two for each group of inputs.
@@ -260,11 +281,9 @@ def _pairs() -> np.ndarray:
     return values.view(np.uint32).reshape(-1)
 
 
-def unpacked(config: DecoderConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def unpacked(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Put one tensor, [experts, inputs, outputs], in the place of each pair in MXFP4."""
     tensors = dict(stored)
-    if not FAMILIES[config.model_type].clamped_experts:
-        return tensors
     for name in [name for name in stored if name.endswith(_BLOCKS)]:
         name = name.removesuffix(_BLOCKS)
         if name + _SCALES not in stored:
@@ -286,7 +305,8 @@ def unpacked(config: DecoderConfig, stored: Mapping[str, StoredTensor]) -> dict[
             raise ValueError(f"{name} must be stored once, got {name}{_BLOCKS} beside it")
         experts, outputs, groups = scales.shape
         shape = experts, groups * _GROUP, outputs
-        tensors[name] = StoredTensor(blocks.file, shape, "BF16", scales.file)
+        pair = Scales(scales.file, name + _SCALES)
+        tensors[name] = StoredTensor(blocks.file, shape, "BF16", pair)
     return tensors
 
 
@@ -320,6 +340,145 @@ class PackedSlice:
         pairs = _pairs()[scales.astype(np.uint16)[..., None] << 8 | blocks]
         values = pairs.view(jnp.bfloat16).reshape(*scales.shape[:2], -1)
         return values[..., kept].swapaxes(1, 2)
+
+
+# FP8: numbers of eight bits, and a scale for each block of a matrix.
+
+
+_FP8 = "F8_E4M3"
+_SCALE_ENDS = ("_scale_inv", "_scale")  # in either case numbers are multiplied by it
+_SCALE_TYPES = ("F32", "BF16", "F16", "F8_E8M0")
+_MAPPED_TYPES = {**DTYPES, _FP8: "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+_ROWS = 128  # that are multiplied by their scales at a time
+
+
+@functools.cache
+def _numbers() -> np.ndarray:
+    """The number in float32 for each byte: a table is faster than NumPy's conversion."""
+    return np.arange(256, dtype=np.uint8).view(jnp.float8_e4m3fn).astype(np.float32)
+
+
+def scaled(
+    stored: Mapping[str, StoredTensor], block: tuple[int | None, int | None] | None
+) -> dict[str, StoredTensor]:
+    """Put one tensor in the place of each one in FP8 and its scales.
+
+    Scales of activations are left out: activations are not rounded here.
+
+    Args:
+        stored: the tensors of a checkpoint.
+        block: outputs and inputs that share a scale, None for all; None if there is no FP8.
+    """
+    tensors = dict(stored)
+    for name, numbers in stored.items():
+        if numbers.dtype == _FP8:
+            if block is None:
+                raise ValueError(
+                    f"config.json must have a quantization_config for {name} in {_FP8}, got none"
+                )
+            scales = _scales(name, stored, block)
+            tensors[name] = StoredTensor(numbers.file, numbers.shape, "BF16", scales)
+            del tensors[scales.name]
+            base = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
+            for end in ("activation_scale", "input_scale"):
+                tensors.pop(base + end, None)
+    for name in tensors if block is not None else ():
+        if name.endswith((".weight_scale", "_scale_inv")):
+            of = name.removesuffix("_inv").removesuffix("_scale")
+            got = stored[of].dtype if of in stored else "no such tensor"
+            raise ValueError(f"{name} must be of a tensor {of} in {_FP8}, got {got}")
+    return tensors
+
+
+def _scales(
+    name: str, stored: Mapping[str, StoredTensor], block: tuple[int | None, int | None]
+) -> Scales:
+    """Find the scales of a tensor in FP8, and check their shape and type."""
+    shape = stored[name].shape
+    if len(shape) not in (2, 3):
+        raise ValueError(f"{name} in {_FP8} must have two or three axes, got the shape {shape}")
+    ends = [end for end in _SCALE_ENDS if name + end in stored]
+    if len(ends) != 1:
+        got = f"{name}{ends[1]} beside it" if ends else "none"
+        raise ValueError(f"{name} in {_FP8} must have scales, {name}{_SCALE_ENDS[0]}, got {got}")
+    scales = stored[name + ends[0]]
+    *experts, rows, columns = shape
+    size = block[0] or max(rows, 1), block[1] or max(columns, 1)
+    grid = (*experts, -(-rows // size[0]), -(-columns // size[1]))
+    shapes = [grid]
+    while shapes[-1][-1:] == (1,):  # axes of one block may be left out
+        shapes.append(shapes[-1][:-1])
+    if scales.shape not in shapes:
+        raise ValueError(
+            f"{name}{ends[0]} must have the shape {grid}, for blocks of {size} in {shape}, "
+            f"got {scales.shape}"
+        )
+    if scales.dtype not in _SCALE_TYPES:
+        raise ValueError(
+            f"{name}{ends[0]} must have a type of {', '.join(_SCALE_TYPES)}, got {scales.dtype}"
+        )
+    return Scales(scales.file, name + ends[0], size)
+
+
+class _MappedFile:
+    """A file of safetensors, whose library gives no FP8 to NumPy."""
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            self._header = json.loads(file.read(size))
+        self._bytes = np.asarray(np.memmap(path, np.uint8, "r", offset=8 + size))
+
+    def get_slice(self, name: str) -> np.ndarray:
+        """Return a tensor that is read when it is used."""
+        entry = self._header[name]
+        stored = self._bytes[slice(*entry["data_offsets"])]
+        return stored.view(jnp.dtype(_MAPPED_TYPES[entry["dtype"]])).reshape(entry["shape"])
+
+
+class ScaledFiles(NamedTuple):
+    """The open files of a tensor in FP8."""
+
+    numbers: _MappedFile
+    scales: _MappedFile
+    scale_name: str
+    block: tuple[int, int]
+
+    def get_slice(self, name: str) -> "ScaledSlice":
+        """Open the tensor for reading."""
+        return ScaledSlice(
+            self.numbers.get_slice(name), self.scales.get_slice(self.scale_name), self.block
+        )
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Read the tensor."""
+        return self.get_slice(name)[:]
+
+
+@dataclass(frozen=True)
+class ScaledSlice:
+    """A tensor in FP8, read in parts, in float32: what it is converted to is rounded once."""
+
+    numbers: np.ndarray
+    scales: np.ndarray
+    block: tuple[int, int]
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> np.ndarray:
+        """Read a part."""
+        shape = self.numbers.shape
+        parts = part if isinstance(part, tuple) else (part,)
+        parts += (slice(None),) * (len(shape) - len(parts))
+        axes = tuple(zip(parts[-2:], shape[-2:], self.block, strict=True))
+        rows, columns = (np.arange(*s.indices(n)) // size for s, n, size in axes)
+        grid = *shape[:-2], *(-(-n // size) for _, n, size in axes)
+        scales = self.scales.reshape(grid)[parts[:-2]].astype(np.float32)
+        values = _numbers()[self.numbers[parts].view(np.uint8)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            for first in range(0, len(rows), _ROWS):
+                some = rows[first : first + _ROWS]
+                wide = scales[..., some[0] : some[-1] + 1, columns]
+                values[..., first : first + _ROWS, :] *= wide[..., some - some[0], :]
+        return values
 
 
 # Tensors: name, shape and orientation of each parameter.

@@ -83,7 +83,6 @@ _MULTIPLIER_KEYS = (
 _FIXED: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "attention_dropout": (0.0, 0, None),
-    "quantization_config": (None,),
     "per_layer_config": (None, {}),
     "pruned_heads": (None, {}),
     "add_cross_attention": (False, None),
@@ -105,6 +104,55 @@ _IGNORED = frozenset(
     mtp_num_hidden_layers mtp_use_dedicated_embeddings embedding_initializer_range
     aux_loss_alpha seq_aux ep_size""".split()  # noqa: SIM905
 )
+# Keys of `quantization_config` in FP8, by method, with the values that are understood; None: any.
+_FP8_KEYS: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "fp8": {
+        "fmt": ("e4m3", "float8_e4m3fn"),
+        "activation_scheme": ("dynamic", "static"),
+        "weight_block_size": None,
+        "modules_to_not_convert": None,
+        "ignored_layers": None,
+        "modules_to_convert": (None, []),
+        "scale_fmt": ("float", "ue8m0", None),
+        "expert_dtype": ("fp8",),
+        "kv_cache_scheme": (None,),
+        "dequantize": None,
+    },
+    "compressed-tensors": {
+        "config_groups": None,
+        "format": ("float-quantized", "naive-quantized"),
+        "ignore": None,
+        "kv_cache_scheme": (None,),
+        "sparsity_config": None,
+        "transform_config": (None, {}),
+        "global_compression_ratio": None,
+        "quantization_status": None,
+        "version": None,
+        "dequantize": None,
+        "run_compressed": None,
+    },
+}
+_GROUP_KEYS: dict[str, tuple[Any, ...] | None] = {
+    "targets": None,
+    "weights": None,
+    "input_activations": None,
+    "output_activations": (None,),
+    "format": (None, "float-quantized", "naive-quantized"),
+}
+_WEIGHT_KEYS: dict[str, tuple[Any, ...] | None] = {
+    "num_bits": (8,),
+    "type": ("float",),
+    "symmetric": (True,),
+    "strategy": ("tensor", "channel", "block"),
+    "block_structure": None,
+    "group_size": (None,),
+    "dynamic": (False,),
+    "actorder": (None,),
+    "observer": None,
+    "observer_kwargs": None,
+    "scale_dtype": None,
+    "zp_dtype": None,
+}
 _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -738,6 +786,82 @@ def _rope_by_kind(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return {kind: _section(by_kind, kind) for kind in (FULL, SLIDING)}
 
 
+# Weights in FP8.
+
+Block = tuple[int | None, int | None]
+
+
+def fp8_block(config: Mapping[str, Any]) -> Block | None:
+    """Read which weights share a scale from the `quantization_config` of a checkpoint in FP8.
+
+    Returns:
+        How many outputs and inputs do, each None for all of them; None without such a key.
+
+    Raises:
+        ValueError: for another method, and for keys and values that are not understood.
+    """
+    name = "quantization_config"
+    owner = config if name in config else _section(config, "text_config")
+    if owner.get(name) is None:
+        return None
+    section = _section(owner, name)
+    try:
+        method = section.pop("quant_method", None)
+        if not isinstance(method, str) or method not in _FP8_KEYS:
+            known = " or ".join(map(repr, _FP8_KEYS))
+            raise ValueError(f"quant_method must be {known}, got {_shown(method)}: unsupported")
+        _check_section(section, _FP8_KEYS[method], method)
+        if method == "fp8":
+            size = section.get("weight_block_size")
+            return (None, None) if size is None else _block_size(section, "weight_block_size")
+        _one_of(_section(section, "sparsity_config"), "format", ("dense",))
+        groups = _section(section, "config_groups")
+        blocks = {_group_block(_section(groups, group)) for group in groups}
+        if len(blocks) != 1:
+            raise ValueError(
+                "config_groups must be groups with one strategy, got "
+                + ("none" if not blocks else f"{len(blocks)} strategies")
+            )
+        return blocks.pop()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _group_block(group: Mapping[str, Any]) -> Block:
+    """Read a group of compressed-tensors."""
+    _check_section(group, _GROUP_KEYS, "a group")
+    activations = _section(group, "input_activations")
+    _one_of(activations, "num_bits", (8,))
+    _one_of(activations, "type", ("float",))
+    weights = _section(group, "weights")
+    _check_section(weights, _WEIGHT_KEYS, "weights")
+    for name in ("num_bits", "type", "strategy"):
+        if name not in weights:
+            raise ValueError(f"{name} must be given for weights, got none")
+    if weights["strategy"] == "block":
+        return _block_size(weights, "block_structure")
+    return (1 if weights["strategy"] == "channel" else None), None
+
+
+def _block_size(section: Mapping[str, Any], name: str) -> Block:
+    """Read how many outputs and inputs a block has."""
+    value = section.get(name)
+    sizes = tuple(value) if isinstance(value, list | tuple) else ()
+    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise ValueError(f"{name} must be two positive integers, got {_shown(value)}")
+    return sizes
+
+
+def _check_section(
+    section: Mapping[str, Any], known: Mapping[str, tuple[Any, ...] | None], owner: str
+) -> None:
+    for name in section:
+        if name not in known:
+            raise ValueError(f"{name!r} must be a key that {owner} has, got an unknown one")
+        if (values := known[name]) is not None:
+            _one_of(section, name, values)
+
+
 # Values of single keys.
 
 
@@ -755,6 +879,9 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     if family.clamped_experts:
         read += _CLAMPED_EXPERT_KEYS
         _one_of(_section(config, "quantization_config"), "quant_method", ("mxfp4",))
+    else:
+        read += ("quantization_config",)
+        fp8_block(config)
     read += _CORRECTED_EXPERT_KEYS if family.corrected_experts else ()
     read += (family.expert_layers,) if family.expert_layers else ()
     read += ("use_qk_norm",) if family.qk_norm is None else ()
@@ -859,6 +986,7 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
         text.pop(name, None)
     if not (nested and "text_config" in original):
         return text | {"architectures": [FAMILIES[config.model_type].architecture]}
+    original.pop("quantization_config", None)
     return original | {
         "text_config": text,
         "tie_word_embeddings": config.tie_embeddings,
