@@ -131,6 +131,8 @@ def test_of_a_tensor_in_two_shards_the_index_says_which(sharded):
     assert np.array_equal(load_pretrained(sharded).params["norm"]["scale"], before)
     reindex(sharded, model__norm__weight=last.name)
     assert not load_pretrained(sharded).params["norm"]["scale"].any()
+    reindex(sharded, model__norm__weight=None)
+    refused(sharded, "'model.norm.weight' in .* and not in the index")
 
 
 def test_an_index_that_promises_what_a_shard_does_not_hold(sharded):

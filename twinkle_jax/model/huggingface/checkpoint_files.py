@@ -201,7 +201,12 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
     shards = _weight_map(directory)
     tensors: dict[str, StoredTensor] = {}
     headers = {name: read_headers(inside(directory, name)) for name in sorted(set(shards.values()))}
-    for header in headers.values():
+    for name, header in headers.items():
+        for tensor in header.keys() & tensors.keys() - shards.keys():
+            raise ValueError(
+                f"{INDEX} must name the file of each tensor, got {tensor!r} in "
+                f"{tensors[tensor].file.name} and in {name}, and not in the index"
+            )
         tensors |= header
     for tensor, name in shards.items():  # which decides where several hold a tensor
         if tensor not in headers[name]:
