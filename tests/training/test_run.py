@@ -491,6 +491,41 @@ def test_a_run_resumes_exactly_among_steps_without_a_signal(folder, tmp_path):
     assert metrics(tmp_path / "cut") == metrics(tmp_path / "whole")
 
 
+class Lines:
+    """A tracker that ends the run after a step."""
+
+    def __init__(self, last=None):
+        self.lines, self.last, self.closed = [], last, 0
+
+    def write(self, step, numbers):
+        self.lines.append({"step": step, **numbers})
+        if step == self.last:
+            raise StopIteration("that is enough")
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.mark.slow
+def test_trackers_of_a_caller_have_all_metrics_and_may_end_a_run(folder, tmp_path):
+    tracker, other = Lines(last=2), Lines()
+    with pytest.raises(StopIteration, match="that is enough"):
+        train(own_config(folder, tmp_path / "run"), trackers=[tracker])
+    assert steps(tmp_path / "run")[-1] == 2
+    train(own_config(folder, tmp_path / "run", resume="auto"), trackers=[other])
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    # The last line of the first is written again: it was not known to be complete.
+    assert tracker.lines[:1] + other.lines == [json.loads(row) for row in rows]
+    assert [len(tracker.lines), tracker.closed, other.closed] == [2, 1, 1]
+
+
+def test_what_is_no_tracker_is_refused(folder, tmp_path):
+    for tracker in (Lines, print, object()):
+        with pytest.raises(TypeError, match=r"^trackers\[1\] must be an object with write"):
+            train(own_config(folder, tmp_path / "run"), trackers=[Lines(), tracker])
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_an_error_of_a_tracker_loses_no_step(folder, uninterrupted, tmp_path, monkeypatch):
     """All steps since the last checkpoint were lost; the step's line is written again."""

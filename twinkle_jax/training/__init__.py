@@ -60,7 +60,7 @@ from twinkle_jax.training.state import (
 )
 from twinkle_jax.training.step import Recipe, SamplerMismatchError, collect, learn, train_step
 from twinkle_jax.training.teacher import ServedTeacher
-from twinkle_jax.training.tracking import Trackers
+from twinkle_jax.training.tracking import Tracker, Trackers
 
 __all__ = [
     "DistributedConfig",
@@ -85,6 +85,7 @@ __all__ = [
     "ServerConfig",
     "StepSummary",
     "TeacherConfig",
+    "Tracker",
     "Trackers",
     "TrainConfig",
     "TrainState",

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,17 @@ from twinkle_jax.training.step import (
     train_step,
 )
 from twinkle_jax.training.task import make_task
-from twinkle_jax.training.tracking import MetricsLog, NoLog
+from twinkle_jax.training.tracking import MetricsLog, NoLog, Tracker, check_trackers
 
 _COMPARE_ALL_EVERY = 25  # steps, the first among them
 
 
-def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[str, Any]:
+def train(
+    config: TrainConfig,
+    *,
+    reward: RewardFunction | None = None,
+    trackers: Sequence[Tracker] = (),
+) -> dict[str, Any]:
     """Train a policy, and write everything about the run to `output_dir`.
 
     The directory holds `config.json` (as resolved), `metrics.jsonl`, `curves.png`, `checkpoints/`,
@@ -88,6 +93,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         config: of the run.
         reward: in place of the one that the configuration names: a `Reward`, or any function of
             trajectories and ground truths.
+        trackers: where process 0 writes the metrics of each step, besides `config.logging`.
 
     Returns:
         What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
@@ -97,6 +103,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task; or if
             `output_dir` is not in UTF-8.
+        TypeError: if one of `trackers` has no `write` or no `close`.
         FileExistsError: if `output_dir` holds a run, with neither `resume` nor `overwrite`, or
             anything else; or if a run uses it, or it is a file.
         RuntimeError: if the sampler does not sample from the trained policy, or too many gradients
@@ -108,6 +115,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
     """
     # Absolute, since environments may change the working directory.
     directory, started_in = Path(config.output_dir).expanduser().absolute(), os.getcwd()
+    check_trackers(trackers)
     # First: a run without its tools, say, has other settings that would have no effect.
     check_settings(config, directory)
     check_effects(config)
@@ -139,7 +147,7 @@ def train(config: TrainConfig, *, reward: RewardFunction | None = None) -> dict[
         (run.checkpoints.finish if wait else run.checkpoints.poll)()
 
     def open_log() -> MetricsLog | NoLog:
-        return MetricsLog(directory, config.logging) if hosts.is_first() else NoLog()
+        return MetricsLog(directory, config.logging, trackers) if hosts.is_first() else NoLog()
 
     last = LastStep(write, settle)
     # A save of several processes is collective: a signal handler of one cannot start it.

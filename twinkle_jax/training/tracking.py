@@ -10,7 +10,7 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from io import FileIO
@@ -35,13 +35,19 @@ class Trackers:
 
 
 class Tracker(Protocol):
-    """Another destination of metrics, made with the directory of a run."""
+    """Another destination of metrics.
+
+    An error that it raises ends the run, with that step in `metrics.jsonl` and a checkpoint.
+    """
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write the numbers of one step."""
+        """Write the numbers of one step, by their names in `metrics.jsonl`; some may be NaN.
+
+        A resumed run writes the steps after its checkpoint again, and one that raised an error.
+        """
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush and close, once, at the end of the run."""
 
 
 class TensorBoard:
@@ -150,6 +156,17 @@ _NO_TRACKERS = Trackers()
 FILE = "metrics.jsonl"
 
 
+def check_trackers(trackers: Sequence[Tracker]) -> None:
+    """Raise a TypeError for the first that is no tracker."""
+    for i, tracker in enumerate(trackers):
+        for name in ("write", "close"):
+            if isinstance(tracker, type) or not callable(getattr(tracker, name, None)):
+                raise TypeError(
+                    f"trackers[{i}] must be an object with write(step, numbers) and close(), got "
+                    f"{tracker!r:.80}"
+                )
+
+
 class MetricsLog:
     """Appends one JSON object a step to `metrics.jsonl`, which can be cut back when a run resumes.
 
@@ -160,6 +177,7 @@ class MetricsLog:
     Args:
         directory: of `metrics.jsonl`; created if missing.
         trackers: where metrics go, too.
+        others: further ones, of yours.
 
     Raises:
         ImportError: if the package of a tracker is not installed; it names the extra.
@@ -174,11 +192,14 @@ class MetricsLog:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], trackers: Trackers = _NO_TRACKERS
+        self,
+        directory: str | os.PathLike[str],
+        trackers: Trackers = _NO_TRACKERS,
+        others: Sequence[Tracker] = (),
     ) -> None:
         directory = Path(directory).absolute()
         chosen = [make for name, make in _TRACKERS.items() if getattr(trackers, name)]
-        self._trackers = [make(directory) for make in chosen]
+        self._trackers = [*(make(directory) for make in chosen), *others]
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / FILE
         self._file = open_locked(self.path)
