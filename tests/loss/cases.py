@@ -116,6 +116,32 @@ def soft_gate(log_ratio, advantages, mask, tau_pos=1.0, tau_neg=1.0):
     return per_token(mask, value)
 
 
+def geometric_mean(log_ratio, advantages, mask, epsilon=0.4, epsilon_high=None):
+    high = epsilon if epsilon_high is None else epsilon_high
+
+    def held(i, t):
+        ratio = float(log_ratio[i][t])
+        return min(ratio, high) if advantage(advantages, i, t) > 0 else max(ratio, -epsilon)
+
+    def value(i, t):
+        held_ratios = [held(i, s) for s, keep in enumerate(mask[i]) if keep]
+        mean = math.fsum(clamp(x, -20, 20) for x in held_ratios) / len(held_ratios)
+        return -advantage(advantages, i, t) * math.exp(mean)
+
+    return per_token(mask, value)
+
+
+def within(divergence, ratio, new, advantages, mask, **settings):
+    """The ratio without a clip, for tokens that a mask of divergences keeps."""
+    old = per_token(mask, lambda i, t: float(new[i][t]) - ratio[i][t])
+    near = divergence(new, old, advantages, mask, **settings)
+
+    def value(i, t):
+        return -math.exp(ratio[i][t]) * advantage(advantages, i, t) if near[i][t] else 0.0
+
+    return per_token(mask, value)
+
+
 def clipped_importance(log_ratio, new, advantages, mask, epsilon=None, epsilon_high=0.2):
     def value(i, t):
         weight = min(math.exp(log_ratio[i][t]), 1 + epsilon_high)
@@ -297,6 +323,16 @@ FUNCTIONS = {
         "log_ratio",
         {"tau_pos": 0.5, "tau_neg": 2.0},
     ),
+    "geometric_mean": Function(
+        losses.geometric_mean_surrogate, geometric_mean, ON_RATIO, "log_ratio"
+    ),
+    "geometric_mean_higher": Function(
+        losses.geometric_mean_surrogate,
+        geometric_mean,
+        ON_RATIO,
+        "log_ratio",
+        {"epsilon": 0.1, "epsilon_high": 0.3},
+    ),
     "clipped_importance": Function(
         losses.clipped_importance_surrogate,
         clipped_importance,
@@ -383,6 +419,27 @@ OBJECTS = {
         surrogate(epsilon=0.1),
         sequence_mean,
         sequence_log_ratio,
+    ),
+    "luspo": Object(
+        losses.LUSPOLoss(epsilon=0.1, **EXTRAS),
+        surrogate(epsilon=0.1),
+        functools.partial(constant_length, length=1),
+        sequence_log_ratio,
+    ),
+    "gmpo": Object(
+        losses.GMPOLoss(epsilon=0.2, epsilon_high=0.3, **EXTRAS),
+        lambda ratio, new, advantages, mask: geometric_mean(ratio, advantages, mask, 0.2, 0.3),
+        sequence_mean,
+    ),
+    "dppo": Object(
+        losses.DPPOLoss(delta=0.02, delta_high=0.1, **EXTRAS),
+        functools.partial(within, total_variation_mask, delta=0.02, delta_high=0.1),
+        token_mean,
+    ),
+    "dppo_kl": Object(
+        losses.DPPOLoss(divergence="kl", delta=0.01, **EXTRAS),
+        functools.partial(within, binary_kl_mask, delta=0.01),
+        token_mean,
     ),
     "sapo": Object(
         losses.SAPOLoss(tau_pos=1.0, tau_neg=1.25, **EXTRAS),

@@ -31,9 +31,12 @@ from twinkle_jax.loss import (
     BNPOLoss,
     CISPOLoss,
     DAPOLoss,
+    DPPOLoss,
     DRGRPOLoss,
+    GMPOLoss,
     GRPOLoss,
     GSPOLoss,
+    LUSPOLoss,
     PolicyLoss,
     PPOLoss,
     SAPOLoss,
@@ -44,7 +47,8 @@ from twinkle_jax.loss import (
 )
 
 every_loss = pytest.mark.parametrize("name", POLICY_LOSSES)
-CLASSES = [cls for cls in LOSSES.values() if issubclass(cls, PolicyLoss)]
+OURS = (DAPOLoss, DPPOLoss, GMPOLoss, LUSPOLoss)  # that Twinkle does not have
+CLASSES = [x for x in LOSSES.values() if issubclass(x, PolicyLoss) and x not in OURS]
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "loss_cases.json").read_text())
 CASES = {
     f"{index}-{case['loss']}-{'-'.join(map(str, case['kwargs'].values()))}": case
@@ -76,9 +80,7 @@ def golden_results(first):
 
 def test_the_golden_file_is_whole():
     assert len(CASES) == 66
-    assert {case["loss"] for case in CASES.values()} == {
-        c.__name__ for c in CLASSES if c is not DAPOLoss
-    }
+    assert {case["loss"] for case in CASES.values()} == {c.__name__ for c in CLASSES}
 
 
 @pytest.mark.parametrize(
@@ -403,9 +405,9 @@ def test_user_defined_loss():
 def test_defaults_are_twinkles():
     for cls in CLASSES:
         loss_fn = cls()
-        high = 0.28 if cls is DAPOLoss else None
-        assert (loss_fn.epsilon, loss_fn.epsilon_high) == (0.2, high)
+        assert (loss_fn.epsilon, loss_fn.epsilon_high) == (0.2, None)
         assert (loss_fn.beta, loss_fn.entropy_coef, loss_fn.ignore_index) == (0, 0, -100)
+    assert (DAPOLoss().epsilon, DAPOLoss().epsilon_high) == (0.2, 0.28)
     assert (SAPOLoss().tau_pos, SAPOLoss().tau_neg) == (1, 1)
     assert DRGRPOLoss().max_completion_length == 1024
     assert PPOLoss().loss_agg_mode == "token-mean"
@@ -500,3 +502,40 @@ def test_sapo_reports_no_clips():
     )
     assert output.metrics.clip_fraction_low == output.metrics.clip_fraction_high == 0
     assert output.metrics.ratio_max > 1000
+
+
+def of_one_sequence(loss_fn, logps, old_logps, advantage):
+    labels = [[1] * len(logps)]
+    logps, old_logps = jnp.array([logps]), [old_logps]
+    return loss_fn(
+        {"labels": labels}, {"logps": logps}, old_logps=old_logps, advantages=[advantage]
+    )
+
+
+def test_luspo_weighs_a_sequence_by_its_tokens():
+    logps, old_logps = [-1.0, -2.0, -0.5], [-1.1, -1.9, -0.7]
+    one, other = (of_one_sequence(x, logps, old_logps, 2.0) for x in (LUSPOLoss(), GSPOLoss()))
+    assert one.loss == pytest.approx(3 * float(other.loss), rel=1e-6)
+
+
+def test_gmpo_bounds_logarithms_and_counts_them():
+    logps, old_logps = [-1.0, -1.0, -1.0, -1.0], [-2.0, -1.3, -0.5, -1.0]  # 1, 0.3, -0.5, 0
+    rising = of_one_sequence(GMPOLoss(epsilon_high=0.2), logps, old_logps, 2.0)
+    assert rising.loss == pytest.approx(-2 * np.exp((0.2 + 0.2 - 0.5) / 4), rel=1e-6)
+    assert (rising.metrics.clip_fraction_low, rising.metrics.clip_fraction_high) == (0, 0.5)
+    falling = of_one_sequence(GMPOLoss(), logps, old_logps, -2.0)
+    assert falling.loss == pytest.approx(2 * np.exp((1 + 0.3 - 0.4) / 4), rel=1e-6)
+    assert (falling.metrics.clip_fraction_low, falling.metrics.clip_fraction_high) == (0.25, 0)
+    with pytest.raises(ValueError, match=r"^dual_clip must be None for GMPO"):
+        GMPOLoss(dual_clip=3.0)
+
+
+def test_dppo_lets_rare_tokens_move_and_holds_frequent_ones():
+    logps, old_logps = np.log([0.03, 0.8, 0.5]).tolist(), np.log([0.01, 0.6, 0.5]).tolist()
+    output = of_one_sequence(DPPOLoss(), logps, old_logps, 1.0)
+    assert output.loss == pytest.approx(-(3 + 0 + 1) / 3, rel=1e-6)  # the second rose by 0.2
+    output = of_one_sequence(DPPOLoss(delta_high=0.25), logps, old_logps, 1.0)
+    assert output.loss == pytest.approx(-(3 + 0.8 / 0.6 + 1) / 3, rel=1e-6)
+    assert output.metrics.clip_fraction_high == 0
+    with pytest.raises(ValueError, match=r"^divergence must be one of 'tv', 'kl', got 'js'"):
+        DPPOLoss(divergence="js")

@@ -20,7 +20,7 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.off_policy import Correction
+from twinkle_jax.loss.off_policy import Correction, binary_kl_mask, total_variation_mask
 from twinkle_jax.loss.penalties import entropy_bonus, kl_k3
 from twinkle_jax.loss.per_token import (
     Coefficient,
@@ -32,8 +32,10 @@ from twinkle_jax.loss.per_token import (
 )
 from twinkle_jax.loss.policy_metrics import PolicyMetrics, policy_metrics
 from twinkle_jax.loss.surrogate import (
+    clip_bounds,
     clipped_importance_surrogate,
     clipped_surrogate,
+    geometric_mean_surrogate,
     sequence_log_ratio,
     soft_gate_surrogate,
     token_log_ratio,
@@ -249,6 +251,83 @@ class GSPOLoss(GRPOLoss, name="gspo"):
         return sequence_log_ratio(logprobs, behaviour_logprobs, mask)
 
 
+class LUSPOLoss(GSPOLoss, name="luspo"):
+    """GSPO's loss of each sequence times its tokens: long sequences weigh more.
+
+    See `PolicyLoss` for the arguments. Divergence and entropy bonus are summed over a sequence as
+    well.
+
+    References:
+        [Length-Unbiased Sequence Policy Optimization](https://arxiv.org/abs/2602.05261) (Liu et
+        al., 2026)
+
+    Example:
+        >>> LUSPOLoss(epsilon=0.0003) == GSPOLoss(epsilon=0.0003)
+        False
+    """
+
+    divides_by = "sequences"
+
+    def reduce(
+        self, losses: PerToken, mask: Mask, denominator: Coefficient | None
+    ) -> Float[Array, ""]:
+        """Sum over each sequence, and average over sequences: `constant_length` of 1."""
+        return constant_length(losses, mask, length=1.0, denominator=denominator)
+
+
+@dataclass(frozen=True)
+class GMPOLoss(GRPOLoss, name="gmpo"):
+    """Geometric mean of a sequence's clipped ratios, `sequence_mean`.
+
+    See `PolicyLoss` for the other arguments.
+
+    Args:
+        epsilon: how far the logarithm of a ratio may fall below 0.
+        epsilon_high: how far it may rise above 0; `epsilon` if None.
+
+    Raises:
+        ValueError: if `dual_clip` is given: ratios are of sequences.
+
+    References:
+        [Geometric-Mean Policy Optimization](https://arxiv.org/abs/2507.20673) (Zhao et al., 2025)
+
+    Example:
+        >>> GMPOLoss().epsilon
+        0.4
+    """
+
+    epsilon: Coefficient = 0.4
+
+    def __post_init__(self) -> None:
+        if self.dual_clip is not None:
+            raise ValueError(
+                f"dual_clip must be None for GMPO, whose ratios are of sequences, got "
+                f"{self.dual_clip}"
+            )
+
+    def per_token(
+        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
+    ) -> PerToken:
+        """Average the clipped log-ratios of a sequence: `geometric_mean_surrogate`."""
+        return geometric_mean_surrogate(
+            log_ratio, advantages, mask, epsilon=self.epsilon, epsilon_high=self.epsilon_high
+        )
+
+    def metrics(
+        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
+    ) -> PolicyMetrics:
+        """Compute the metrics of the step, with the bounds of logarithms as those of ratios."""
+        low, high = clip_bounds(self.epsilon, self.epsilon_high, log_ratio.dtype)
+        return policy_metrics(
+            log_ratio,
+            advantages,
+            mask,
+            epsilon=1 - jnp.exp(low - 1),
+            epsilon_high=jnp.exp(high - 1) - 1,
+            entropies=entropies,
+        )
+
+
 class BNPOLoss(GRPOLoss, name="bnpo"):
     """Clipped surrogate, `token_mean` over the tokens of the batch.
 
@@ -433,15 +512,94 @@ class SAPOLoss(PolicyLoss, name="sapo"):
         self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
     ) -> PolicyMetrics:
         """Compute the metrics of the step; clip fractions are 0, since nothing is clipped."""
-        unbounded = float("inf")
-        return policy_metrics(
-            log_ratio,
+        return _unclipped_metrics(log_ratio, advantages, mask, entropies)
+
+
+@dataclass(frozen=True)
+class DPPOLoss(PolicyLoss, name="dppo"):
+    """Ratio without a clip, for tokens inside a trust region of probabilities, `token_mean`.
+
+    A token whose probability has moved too far in the direction of its advantage has no loss, and
+    still counts in the mean. See `PolicyLoss` for the other arguments; `epsilon` and `epsilon_high`
+    have no effect.
+
+    Args:
+        divergence: `'tv'` for `total_variation_mask`, `'kl'` for `binary_kl_mask`.
+        delta: how far a probability may fall: a difference of probabilities (the paper takes 0.15),
+            or nats (0.05).
+        delta_high: how far it may rise; `delta` if None.
+
+    Raises:
+        ValueError: if the divergence is unknown.
+
+    References:
+        [Rethinking the Trust Region in LLM Reinforcement
+        Learning](https://arxiv.org/abs/2602.04879) (Qi et al., 2026), DPPO
+
+    Example:
+        >>> DPPOLoss(divergence="kl", delta=0.05).divergence
+        'kl'
+    """
+
+    divides_by = "tokens"
+
+    divergence: str = field(default="tv", kw_only=True)
+    delta: Coefficient = field(default=0.15, kw_only=True)
+    delta_high: Coefficient | None = field(default=None, kw_only=True)
+    epsilon: Coefficient = field(default=0.2, kw_only=True)
+    epsilon_high: Coefficient | None = field(default=None, kw_only=True)
+    beta: Coefficient = field(default=0.0, kw_only=True)
+    entropy_coef: Coefficient = field(default=0.0, kw_only=True)
+    ignore_index: int = field(default=-100, kw_only=True)
+    correction: Correction | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.divergence not in _DIVERGENCES:
+            raise ValueError(
+                f"divergence must be one of {', '.join(map(repr, _DIVERGENCES))}, "
+                f"got {self.divergence!r}"
+            )
+
+    def per_token(
+        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
+    ) -> PerToken:
+        """Leave out what has moved too far, and clip nothing."""
+        behaviour_logprobs = logprobs - log_ratio
+        near = _DIVERGENCES[self.divergence](
+            logprobs,
+            behaviour_logprobs,
             advantages,
             mask,
-            epsilon=unbounded,
-            epsilon_high=unbounded,
-            entropies=entropies,
+            delta=self.delta,
+            delta_high=self.delta_high,
         )
+        unbounded = float("inf")
+        losses = clipped_surrogate(log_ratio, advantages, mask, epsilon=1.0, epsilon_high=unbounded)
+        return jnp.where(near, losses, 0)
+
+    def reduce(
+        self, losses: PerToken, mask: Mask, denominator: Coefficient | None
+    ) -> Float[Array, ""]:
+        """Average over tokens, those that are left out included: `token_mean`."""
+        return token_mean(losses, mask, denominator=denominator)
+
+    def metrics(
+        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
+    ) -> PolicyMetrics:
+        """Compute the metrics of the step; clip fractions are 0, since ratios are not clipped."""
+        return _unclipped_metrics(log_ratio, advantages, mask, entropies)
+
+
+_DIVERGENCES = {"tv": total_variation_mask, "kl": binary_kl_mask}
+
+
+def _unclipped_metrics(
+    log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
+) -> PolicyMetrics:
+    unbounded = float("inf")
+    return policy_metrics(
+        log_ratio, advantages, mask, epsilon=unbounded, epsilon_high=unbounded, entropies=entropies
+    )
 
 
 PPO_REDUCTIONS = {"token-mean": token_mean, "seq-mean-token-mean": sequence_mean}

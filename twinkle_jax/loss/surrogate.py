@@ -96,7 +96,11 @@ def sequence_log_ratio(logprobs: PerToken, behaviour_logprobs: PerToken, mask: M
         >>> sequence_log_ratio(logprobs, behaviour_logprobs, jnp.array([True, True]))
         Array([-0.25, -0.25], dtype=float32)
     """
-    log_ratio = token_log_ratio(logprobs, behaviour_logprobs, mask)
+    return _mean_over_sequence(token_log_ratio(logprobs, behaviour_logprobs, mask), mask)
+
+
+def _mean_over_sequence(log_ratio: PerToken, mask: Mask) -> PerToken:
+    """Average over the tokens of each sequence; at each of them, zero where masked out."""
     length = jnp.sum(mask, axis=-1, keepdims=True, dtype=log_ratio.dtype)
     mean = jnp.sum(log_ratio, axis=-1, keepdims=True) / jnp.maximum(length, 1)
     return jnp.where(mask, mean, 0)
@@ -256,6 +260,56 @@ def soft_gate_surrogate(
     )
     gate = 4 / tau * jax.nn.sigmoid(tau * (jnp.exp(bounded(log_ratio)) - 1))
     return jnp.where(mask, -gate * advantages, 0)
+
+
+def geometric_mean_surrogate(
+    log_ratio: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    epsilon: Coefficient = 0.4,
+    epsilon_high: Coefficient | None = None,
+) -> PerToken:
+    r"""Loss of GMPO: the geometric mean of a sequence's ratios, each clipped first.
+
+    $$\ell_t = -A_t \exp\left(\frac{1}{T} \sum_{s=1}^{T} \hat\rho_s\right), \qquad
+    \hat\rho_s = \min(\rho_s, \epsilon_{high}) \text{ if } A_s > 0, \quad
+    \max(\rho_s, -\epsilon) \text{ otherwise}$$
+
+    with the log-ratios $\rho_s$ of the $T$ tokens of the sequence: the bounds are of logarithms,
+    and 0.4 stands for ratios from 0.67 to 1.49. A clipped token has no gradient; the others have an
+    equal share of the sequence's. Average with `sequence_mean`, as the paper does.
+
+    Args:
+        log_ratio: $\rho$ from `token_log_ratio`.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        epsilon: how far a log-ratio may fall below 0, where the advantage is not positive.
+        epsilon_high: how far it may rise above 0, where it is; `epsilon` if None.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if `log_ratio` is not floating point, or the mask not boolean.
+
+    References:
+        [Geometric-Mean Policy Optimization](https://arxiv.org/abs/2507.20673) (Zhao et al., 2025)
+
+    Example:
+        >>> log_ratio, mask = jnp.array([[0.5, -0.5, 9.0]]), jnp.array([[True, True, False]])
+        >>> losses = geometric_mean_surrogate(log_ratio, jnp.array([2.0]), mask, epsilon=0.25)
+        >>> print([round(loss, 4) for loss in losses[0].tolist()])  # -2 exp((0.25 - 0.5) / 2)
+        [-1.765, -1.765, 0.0]
+    """
+    (log_ratio,) = masked_inputs(mask, log_ratio=log_ratio)
+    advantages = masked_advantages(advantages, mask, log_ratio.dtype)
+    low = jnp.asarray(epsilon, log_ratio.dtype)
+    high = low if epsilon_high is None else jnp.asarray(epsilon_high, log_ratio.dtype)
+    clipped = jnp.where(advantages > 0, jnp.minimum(log_ratio, high), jnp.maximum(log_ratio, -low))
+    mean = _mean_over_sequence(jnp.where(mask, bounded(clipped), 0), mask)
+    return jnp.where(mask, -advantages * jnp.exp(mean), 0)
 
 
 def policy_gradient(logprobs: PerToken, advantages: Advantages, mask: Mask) -> PerToken:

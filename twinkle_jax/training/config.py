@@ -32,7 +32,14 @@ from twinkle_jax.data.settings import (
     share,
     share_below_one,
 )
-from twinkle_jax.loss import LOSSES, CISPOLoss, ImportanceCorrection, PolicyLoss, SAPOLoss
+from twinkle_jax.loss import (
+    LOSSES,
+    CISPOLoss,
+    DPPOLoss,
+    ImportanceCorrection,
+    PolicyLoss,
+    SAPOLoss,
+)
 from twinkle_jax.model import LoraConfig
 from twinkle_jax.rollout import RolloutConfig, ServerConfig
 from twinkle_jax.training.by_name import (
@@ -62,9 +69,10 @@ class UpdateConfig:
             options.
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
-        loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, sapo or ppo.
-        loss_options: hyper-parameters of the loss, such as entropy_coef, dual_clip, and tau_neg of
-            sapo.
+        loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, luspo, gmpo, sapo, dppo or
+            ppo.
+        loss_options: hyper-parameters of the loss, such as entropy_coef, dual_clip, tau_neg of
+            sapo, and delta of dppo.
         epsilon: how far a ratio may fall below 1.
         epsilon_high: how far a ratio may rise above 1; none: as far as it may fall, or 0.28 for
             dapo.
@@ -677,7 +685,7 @@ def lora_names() -> Iterator[None]:
 
 def _check_clip_range(config: TrainConfig) -> None:
     """Refuse a bound at 1: on-policy ratios are on either side of it, by their rounding."""
-    if isinstance(make_loss(config), CISPOLoss | SAPOLoss):  # no token loses its gradient
+    if isinstance(make_loss(config), CISPOLoss | SAPOLoss | DPPOLoss):  # no ratio is clipped
         return
     for name in ("epsilon", "epsilon_high"):
         if getattr(config.update, name) == 0:
