@@ -229,6 +229,7 @@ USUAL = {
         (USUAL | {"loss": 0.0, "grad_norm": 0.0}, []),
         (USUAL | {"loss": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}, ["flat"]),
         (USUAL | {"frac_reward_zero_std": 1.0, "kl": 0.1}, ["flat"]),  # whose gradient it is
+        (USUAL | {"frac_reward_zero_std": 1.0, "kl": 0.1, "teacher/kl": 0.2}, []),
         (USUAL | {"frac_reward_zero_std": 1.0}, []),  # as of an estimator without a baseline
         (USUAL | {"completions/clipped_ratio": 0.51}, ["cut"]),
         (USUAL | {"skipped_updates": 1.0, "loss": math.nan, "grad_norm": math.nan}, ["skipped"]),

@@ -46,6 +46,7 @@ from twinkle_jax.training import (
     train_step,
 )
 from twinkle_jax.training.memory import rollout_memory, update_memory
+from twinkle_jax.training.progress import saved_settings
 from twinkle_jax.training.step import credit, teacher_logps
 from twinkle_jax.training.teacher import read_teacher
 
@@ -264,7 +265,7 @@ def test_prompts_need_no_answers(files, capfd):
 
 def test_answers_that_are_there_are_scored(files):
     evaluation = small_run.evaluation(files, every=1)
-    train(config(files, reward="exact", evaluation=evaluation, steps=1))
+    train(config(files, reward=None, evaluation=evaluation, steps=1))
     [row] = metrics(files / "run")
     assert {"reward", "teacher/kl", "eval/accuracy"} <= row.keys()
 
@@ -298,6 +299,13 @@ def test_a_run_with_a_teacher_is_resumed_to_the_bit(files, capfd):
     other = dataclasses.replace(changed.teacher, weight=2.0)
     with pytest.raises(ValueError, match=r"^teacher\.weight must be 1\.0 as in the run to resume"):
         train(dataclasses.replace(changed, teacher=other))
+
+
+def test_a_relative_teacher_is_found_from_anywhere(files, monkeypatch):
+    monkeypatch.chdir(files)
+    train(config(files, teacher={"model": "teacher"}, steps=0))
+    monkeypatch.chdir("/")
+    assert saved_settings(files / "run")["teacher"]["model"] == str(files / "teacher")
 
 
 def test_a_run_does_not_delete_its_teacher(files):

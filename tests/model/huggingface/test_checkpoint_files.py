@@ -260,6 +260,18 @@ def test_an_id_is_downloaded_once_and_then_found(hub, tmp_path):
 
 
 @pytest.mark.slow
+def test_weights_may_be_left_on_the_hub(hub, tmp_path):
+    files, address, asked = hub
+    save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), files, max_shard_size=20_000)
+    script = (
+        "import sys; from twinkle_jax.model.huggingface.checkpoint_files import locate\n"
+        "print(*(path.name for path in locate(sys.argv[1], weights=False).iterdir()))"
+    )
+    done = hub_server.run(script, ID, address, tmp_path / "home")
+    assert done.stdout.split() == [CONFIG], done.stderr[-2000:]
+
+
+@pytest.mark.slow
 def test_files_that_only_the_index_names_are_downloaded(hub, tmp_path):
     """As those of Qwen3.6 in FP8, `layers-0.safetensors`; others are not."""
     files, address, asked = hub
