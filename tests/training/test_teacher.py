@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import hub_server
 from tests.model.families import family, random_params
 from tests.sampler.vllm.fake_server import FakeServer, lose
 from tests.training import small_run
@@ -330,7 +331,10 @@ def test_a_teacher_has_the_tokens_of_the_policy(tmp_path, teacher, complaint):
     save_policy(a_teacher(**teacher), str(tmp_path / "teacher"))
     settings = TrainConfig(teacher=TeacherConfig(model=str(tmp_path / "teacher")))
     if complaint is None:
-        assert read_teacher(settings, POLICY).config.vocab_size == 40
+        settings = dataclasses.replace(settings, dtype="bfloat16")
+        read = read_teacher(settings, POLICY)
+        assert read.config.vocab_size == 40
+        assert {x.dtype for x in jax.tree.leaves(read.params)} == {jnp.dtype("bfloat16")}
         return
     with pytest.raises(ValueError, match=rf"^teacher\.model {complaint}"):
         read_teacher(settings, POLICY)
@@ -411,6 +415,26 @@ def test_the_weights_of_a_teacher_on_a_server_are_not_read(files, server):
     (files / "teacher" / "model.safetensors").unlink()
     train(config(files, teacher={"url": server.url}, steps=1))
     assert "teacher/kl" in metrics(files / "run")[0]
+
+
+@pytest.mark.slow
+def test_the_weights_of_a_teacher_on_a_server_are_not_downloaded(files, server, tmp_path):
+    pytest.importorskip("huggingface_hub", reason="pip install 'twinkle-jax[checkpoints]'")
+    server.max_model_len = 10_000
+    script = """
+import os, sys
+from twinkle_jax.training import TeacherConfig, TrainConfig, small_policy
+from twinkle_jax.training.teacher import read_teacher
+
+places = {"url": os.environ["URL"], "served_name": os.environ["SERVED"]}
+read_teacher(TrainConfig(teacher=TeacherConfig(model=sys.argv[1], **places)), small_policy())
+"""
+    with hub_server.serve(files / "teacher", "models", "some/teacher") as (address, asked):
+        names = {"URL": server.url, "SERVED": server.name}
+        done = hub_server.run(script, "some/teacher", address, tmp_path / "home", **names)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert any("tokenizer.json" in path for path in asked)
+    assert not any("safetensors" in path for path in asked)
 
 
 @pytest.mark.slow

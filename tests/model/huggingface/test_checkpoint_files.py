@@ -261,7 +261,7 @@ def test_an_id_is_downloaded_once_and_then_found(hub, tmp_path):
 
 @pytest.mark.slow
 def test_weights_may_be_left_on_the_hub(hub, tmp_path):
-    files, address, asked = hub
+    files, address, _ = hub
     save_pretrained(Decoder(config_of("qwen3"), params_of("qwen3")), files, max_shard_size=20_000)
     script = (
         "import sys; from twinkle_jax.model.huggingface.checkpoint_files import locate\n"
