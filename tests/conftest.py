@@ -65,14 +65,14 @@ ended = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs():
-    """Drop compiled programs after every tenth test, where there are many.
+    """Drop compiled programs after every fiftieth test, where there are many.
 
     Each one holds several of the 65,530 memory maps that Linux grants a process, and the compiler
     crashes when they are used up; kept together, those of all tests fill five gigabytes besides.
     Linux takes a hundredth of a second to list them.
     """
     yield
-    if next(ended) % 10:
+    if next(ended) % 50:
         return
     if not MAPS.exists() or MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
