@@ -37,6 +37,8 @@ def pytest_configure(config):
             kept = config.cache.mkdir(f"jax-{platform.node()}")  # programs are for one kind of CPU
             jax.config.update("jax_compilation_cache_dir", str(kept))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    # PyTorch's threads wait for each other by spinning, while other workers have the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # One MLIR context for all programs. JAX makes one for each and keeps it with the program: with
     # thousands of them, to lower a program takes more than twice as long.
     mlir.make_ir_context = functools.cache(mlir.make_ir_context)
@@ -68,7 +70,7 @@ def forget_compiled_programs():
     """Drop compiled programs after every fiftieth test, where there are many.
 
     Each one holds several of the 65,530 memory maps that Linux grants a process, and the compiler
-    crashes when they are used up; kept together, those of all tests fill five gigabytes besides.
+    crashes when they are used up; kept together, those of all tests fill gigabytes besides.
     Linux takes a hundredth of a second to list them.
     """
     yield
