@@ -51,7 +51,8 @@ def pytest_configure(config):
 def pytest_collection():
     """Look for no garbage until all tests are there; what is there then stays until the end.
 
-    They and their modules are a million objects, which would be gone through again and again.
+    They and their modules are a million objects, which would be gone through again and again; so
+    would be another million, of what JAX has traced and compiled: seldom is enough.
     """
     gc.disable()
 
@@ -59,6 +60,7 @@ def pytest_collection():
 def pytest_collection_finish():
     gc.enable()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 MAPS = pathlib.Path("/proc/self/maps")
@@ -78,6 +80,7 @@ def forget_compiled_programs():
         return
     if not MAPS.exists() or MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @contextlib.contextmanager
