@@ -7,6 +7,7 @@ and as users do; `.ci/run` does so for the sweep over the advantages.
 """
 
 import contextlib
+import gc
 import itertools
 import os
 import pathlib
@@ -34,10 +35,27 @@ def pytest_configure(config):
             kept = config.cache.mkdir(f"jax-{platform.node()}")  # programs are for one kind of CPU
             jax.config.update("jax_compilation_cache_dir", str(kept))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    # PyTorch's threads wait for each other by spinning, while other workers have the cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_debug_key_reuse", True)
+
+
+def pytest_collection():
+    """Look for no garbage until all tests are there; what is there then stays until the end.
+
+    They and their modules are a million objects, which would be gone through again and again; so
+    would be another million, of what JAX has traced and compiled: seldom is enough.
+    """
+    gc.disable()
+
+
+def pytest_collection_finish():
+    gc.enable()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 MAPS = pathlib.Path("/proc/self/maps")
@@ -46,17 +64,18 @@ ended = itertools.count(1)
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs():
-    """Drop compiled programs after every tenth test, where there are many.
+    """Drop compiled programs after every twentieth test, where there are many.
 
     Each one holds several of the 65,530 memory maps that Linux grants a process, and the compiler
-    crashes when they are used up; kept together, those of all tests fill five gigabytes besides.
+    crashes when they are used up; kept together, those of all tests fill gigabytes besides.
     Linux takes a hundredth of a second to list them.
     """
     yield
-    if next(ended) % 10:
+    if next(ended) % 20:
         return
     if not MAPS.exists() or MAPS.read_text().count("\n") > 25_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @contextlib.contextmanager

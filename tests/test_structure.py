@@ -1,6 +1,7 @@
 """Imports: folders in one order, no circles, and two folders that need only JAX and NumPy."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import sys
@@ -41,20 +42,27 @@ def _imported(path):
             yield from (name if _file(name) else node.module for name in names)
 
 
-NAMES = {path: set(_imported(path)) for path in PACKAGE.rglob("*.py")}
-IMPORTS = {path: {_file(name) for name in names} - {None} for path, names in NAMES.items()}
-FOLDERS = sorted({path.parent for path in IMPORTS})
+PATHS = list(PACKAGE.rglob("*.py"))
+FOLDERS = sorted({path.parent for path in PATHS})
+
+
+@functools.cache  # not when this file is imported, which every process of a test run does
+def _names():
+    return {path: set(_imported(path)) for path in PATHS}
+
+
+@functools.cache
+def _imports():
+    return {path: {_file(name) for name in names} - {None} for path, names in _names().items()}
 
 
 def _entries(folder):
     """Map each entry of a folder (a file, or a sub-folder as a whole) to those it imports."""
     entries = {}
-    for path in IMPORTS:
+    for path, files in _imports().items():
         if folder in path.parents:
             entry = path.relative_to(folder).parts[0]
-            imported = {
-                p.relative_to(folder).parts[0] for p in IMPORTS[path] if folder in p.parents
-            }
+            imported = {p.relative_to(folder).parts[0] for p in files if folder in p.parents}
             entries[entry] = entries.get(entry, set()) | imported - {entry}
     return entries
 
@@ -76,6 +84,6 @@ def test_folders_import_only_those_above_them():
 
 @pytest.mark.parametrize("room", ["advantage", "loss"])
 def test_arithmetic_needs_jax_numpy_and_jaxtyping_alone(room):
-    inside = [names for path, names in NAMES.items() if PACKAGE / room in path.parents]
+    inside = [names for path, names in _names().items() if PACKAGE / room in path.parents]
     packages = {name.split(".")[0] for names in inside for name in names}
     assert packages - sys.stdlib_module_names - {"twinkle_jax"} <= {"jax", "jaxtyping", "numpy"}

@@ -534,8 +534,13 @@ TARGET_LOSSES = {
 }
 
 
-def value_and_gradient(loss_fn, of, labels=LABELS, data=DATA, **arguments):
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _value_and_gradient(loss_fn, of, labels, x, arguments):
     def loss(x):
         return loss_fn({"labels": labels}, {of: x}, **arguments).loss
 
-    return jax.value_and_grad(loss)(jnp.asarray(data[of]))
+    return jax.value_and_grad(loss)(x)
+
+
+def value_and_gradient(loss_fn, of, labels=LABELS, data=DATA, **arguments):
+    return _value_and_gradient(loss_fn, of, labels, data[of], arguments)

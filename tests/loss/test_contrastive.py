@@ -53,15 +53,16 @@ def test_function_by_hand():
 
 def test_function_does_not_see_what_is_masked():
     mask = jnp.array([[True, True, False]])
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(similarities):
+        return info_nce(similarities, jnp.array([0]), mask).sum()
+
+    clean = loss(jnp.array([[0.5, 0.25, 0.0]]))
     for garbage in (np.nan, np.inf, -np.inf, 1e30):
-
-        def loss(similarities):
-            return info_nce(similarities, jnp.array([0]), mask).sum()
-
-        value, gradient = jax.value_and_grad(loss)(jnp.array([[0.5, 0.25, garbage]]))
-        clean, clean_gradient = jax.value_and_grad(loss)(jnp.array([[0.5, 0.25, 0.0]]))
-        assert value == clean
-        np.testing.assert_array_equal(gradient, clean_gradient)
+        dirty = loss(jnp.array([[0.5, 0.25, garbage]]))
+        jax.tree.map(np.testing.assert_array_equal, dirty, clean)
     assert jnp.isnan(info_nce(jnp.zeros((1, 3)), jnp.array([2]), mask)[0])
 
 
@@ -92,8 +93,8 @@ def test_gradient():
         def loss(rows, loss_fn=loss_fn):
             return loss_fn({"labels": LABELS}, {"embeddings": rows}).loss
 
-        check_grads(loss, (jnp.asarray(ROWS),), order=1, modes="rev", rtol=5e-2, atol=5e-2)
-        gradient = jax.grad(loss)(jnp.asarray(ROWS))
+        check_grads(jax.jit(loss), (jnp.asarray(ROWS),), order=1, modes="rev", rtol=5e-2, atol=5e-2)
+        gradient = np.asarray(jax.jit(jax.grad(loss))(jnp.asarray(ROWS)))
         assert not gradient[0].any()  # in no group
         assert gradient[1:].any(axis=1).all()
 

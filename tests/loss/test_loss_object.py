@@ -1,5 +1,7 @@
 """Loss objects: their interface and names, labels and outputs that they read, sample values."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -208,34 +210,31 @@ def test_labels_in_every_form():
 
 def test_log_probabilities_come_from_logits():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 6)), jnp.float32)
-    logps = jnp.take_along_axis(
-        jax.nn.log_softmax(logits), jnp.maximum(jnp.asarray(SMALL_LABELS), 0)[..., None], axis=-1
-    )[..., 0]
-    old = LOGPS - 1
+    labels, old = SMALL_LABELS, LOGPS - 1
 
+    @jax.jit
+    @jax.value_and_grad
     def from_logits(x):
         return loss(SMALL_LABELS, {"logits": x}, old_logps=old)
 
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def from_logps(x):
         logps = jnp.take_along_axis(
-            jax.nn.log_softmax(x), jnp.maximum(jnp.asarray(SMALL_LABELS), 0)[..., None], axis=-1
+            jax.nn.log_softmax(x), jnp.maximum(labels, 0)[..., None], axis=-1
         )
-        return loss(SMALL_LABELS, {"logps": logps}, old_logps=old)
+        # Log-probabilities that are arguments are taken; logits then do not matter.
+        both = {"logps": logps[..., 0], "logits": None}
+        return tuple(loss(SMALL_LABELS, given, old_logps=old) for given in ({"logps": logps}, both))
 
-    for ours, plain in zip(
-        jax.jit(jax.value_and_grad(from_logits))(logits),
-        jax.jit(jax.value_and_grad(from_logps))(logits),
-        strict=True,
-    ):
-        np.testing.assert_allclose(ours, plain, rtol=1e-6, atol=1e-7)
-    # Log-probabilities that are arguments are taken; logits then do not matter.
-    both = loss(SMALL_LABELS, {"logps": logps, "logits": None}, old_logps=old)
-    np.testing.assert_allclose(both, from_logits(logits), rtol=1e-6)
+    value, gradient = from_logits(logits)
+    (plain, both), plain_gradient = from_logps(logits)
+    np.testing.assert_allclose(value, plain, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(gradient, plain_gradient, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(both, value, rtol=1e-6)
     # Garbage where there is no label changes nothing.
-    dirty = jnp.where((jnp.asarray(SMALL_LABELS) == -100)[..., None], jnp.nan, logits)
-    run = jax.jit(jax.value_and_grad(from_logits))
-    value, gradient = run(dirty)
-    assert value == run(logits)[0]
+    dirty, gradient = from_logits(np.where((labels == -100)[..., None], np.float32("nan"), logits))
+    assert dirty == value
     assert np.isfinite(gradient).all()
     assert not gradient[SMALL_LABELS == -100].any()
 

@@ -148,24 +148,25 @@ def test_garbage_impossible_tokens_and_vmap(beta):
     assert np.isfinite(gradient).all()
 
 
+@jax.jit
+@jax.value_and_grad
+def summed_jsd(student, teacher, mask, beta):
+    return generalised_jsd(student, teacher, mask, beta=beta, chunk_size=5).sum()
+
+
 @pytest.mark.parametrize("spec", [("data",), ("data", "time"), ("data", None, "time")])
 def test_jsd_of_tokens_spread_over_an_explicit_mesh(spec):
     """Chunks are taken across the tokens of several devices."""
     student, teacher = jax.random.normal(jax.random.key(0), (2, 8, 4, 6))
     mask = jnp.arange(4)[None] < jnp.arange(8)[:, None]
     mesh = jax.make_mesh((4, 2), ("data", "time"), (AxisType.Explicit,) * 2)
-
-    def loss(student, teacher, mask, beta):
-        return generalised_jsd(student, teacher, mask, beta=beta, chunk_size=5).sum()
-
-    run = jax.jit(jax.value_and_grad(loss))
-    value, gradient = run(student, teacher, mask, 0.25)
+    value, gradient = summed_jsd(student, teacher, mask, 0.25)
     spread = [
         jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec[: x.ndim])))
         for x in (student, teacher, mask)
     ]
     with jax.set_mesh(mesh):
-        sharded, sharded_gradient = run(*spread, 0.25)
+        sharded, sharded_gradient = summed_jsd(*spread, 0.25)
     np.testing.assert_allclose(sharded, value, rtol=1e-6)
     np.testing.assert_allclose(sharded_gradient, gradient, rtol=1e-5, atol=1e-8)
 

@@ -100,7 +100,7 @@ def _capped(logits: np.ndarray, cap: float | None) -> np.ndarray:
 def _layer(weights: Any, repeat: int) -> Any:
     if isinstance(weights, dict):
         return {key: _layer(value, repeat) for key, value in weights.items()}
-    return np.asarray(weights[repeat], np.float64)
+    return np.asarray(weights, np.float64)[repeat]
 
 
 def _before(x: np.ndarray, name: str, w: Any, config: DecoderConfig) -> np.ndarray:

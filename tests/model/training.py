@@ -1,6 +1,7 @@
 """Batches to train on, and gradients of them."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -67,18 +68,18 @@ def take(batch, rows):
 
 
 @jax.jit
-def _copied(params):
-    return jax.tree.map(jnp.copy, params)
-
-
-@jax.jit
 def _divided(gradients, denominator):
     return jax.tree.map(lambda g: g / denominator, gradients)
 
 
-def fresh(name="qwen3", optimizer=None):
+@functools.partial(jax.jit, static_argnums=1)
+def copied_state(params, optimizer=None):
     """A state of its own: what is donated must not be the parameters that tests share."""
-    return train_state(_copied(params_of(name)), optimizer)
+    return train_state(jax.tree.map(jnp.copy, params), optimizer)
+
+
+def fresh(name="qwen3", optimizer=None):
+    return copied_state(params_of(name), optimizer)
 
 
 def accumulate(loss_fn, batches, name="qwen3", **options):

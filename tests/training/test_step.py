@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from tests.model.families import config_of, each
+from tests.model.training import copied_state
 from twinkle_jax.advantage import gdpo_advantage
 from twinkle_jax.data import ArithmeticTask, PromptBatch
 from twinkle_jax.loss import GRPOLoss
@@ -30,7 +31,6 @@ from twinkle_jax.training import (
     make_recipe,
     score_batch,
     small_policy,
-    train_state,
     train_step,
 )
 from twinkle_jax.training.config import with_setting
@@ -68,7 +68,7 @@ OPTIMIZER, ADAM = recipe().optimizer, recipe(optimizer="adam").optimizer
 
 
 def fresh():
-    return train_state(jax.tree.map(jnp.copy, POLICY.params), OPTIMIZER)
+    return copied_state(POLICY.params, OPTIMIZER)
 
 
 def take_step(made, drawn, *, state=None, rate=1e-3, seed=0, **options):
@@ -146,7 +146,7 @@ def test_adapters_drop_inputs_by_the_seed_of_the_run():
 
     def trained(dropout, **changes):
         made, adapter = with_adapter(recipe(), dropout, **changes)
-        state = train_state(jax.tree.map(jnp.copy, adapter), made.optimizer)
+        state = copied_state(adapter, made.optimizer)
         state, _ = learn(state, batch, made, learning_rate=0.1, seed=(0, 0))
         return np.concatenate([np.ravel(x) for x in jax.tree.leaves(state.params)])
 
@@ -204,7 +204,7 @@ def test_dropout_is_no_mismatch(mini_batches):
     made, adapter = with_adapter(recipe(mini_batches=mini_batches))
     adapter = jax.tree.map(lambda x: x + 0.3, adapter)
     drawn = sampled(made, params=adapter)
-    states = [train_state(jax.tree.map(jnp.copy, adapter), made.optimizer) for _ in range(2)]
+    states = [copied_state(adapter, made.optimizer) for _ in range(2)]
     _, metrics = take_step(made, drawn, state=states[0])
     assert metrics["sampling/logp_diff/max"] < 1e-4
     assert metrics["sampling/token_sample_size"] == pytest.approx(1, abs=1e-4)
@@ -215,7 +215,7 @@ def test_dropout_is_no_mismatch(mini_batches):
 def with_momentum(**changes):
     """A recipe of Adam, and a state whose moments are not zero."""
     adam = recipe(optimizer="adam", **changes)
-    state = train_state(jax.tree.map(jnp.copy, POLICY.params), ADAM)
+    state = copied_state(POLICY.params, ADAM)
     state, _ = take_step(adam, sampled(), state=state)
     return adam, state, jax.tree.map(np.array, state)
 
@@ -389,7 +389,7 @@ def test_kl_from_a_reference_is_zero_at_first_and_pulls_back_later():
     assert abs(metrics["kl"]) < 1e-6
     moved = init_params(jax.random.key(5), POLICY.config)
     drawn = sampled(held, params=moved)
-    state = train_state(jax.tree.map(jnp.copy, moved), OPTIMIZER)
+    state = copied_state(moved, OPTIMIZER)
     _, metrics = take_step(held, drawn, state=state, rate=0.1)
     assert metrics["kl"] > 0.01
 
@@ -580,7 +580,7 @@ def test_updates_replay_the_experts_that_were_chosen_before_the_first():
         return make_recipe(with_setting(options, "optimizer.name", "sgd"), policy, long_ones)
 
     def trained(update, drawn, rate=3.0):
-        state = train_state(jax.tree.map(jnp.copy, policy.params), OPTIMIZER)
+        state = copied_state(policy.params, OPTIMIZER)
         return take_step(update, drawn, state=state, rate=rate)
 
     drawn = collect(made(), policy.params, lambda: PROMPTS, jax.random.key(0))[0]

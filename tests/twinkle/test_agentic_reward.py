@@ -7,7 +7,11 @@ from twinkle_jax.twinkle.agentic.reward import CoTReward, F1Reward, ToolExploreR
 from twinkle_jax.twinkle.agentic.reward.f1 import _extract_final_answer, _f1_score
 from twinkle_jax.twinkle.agentic.tools.tool_manager import ToolManager
 
-pytest.importorskip("nltk", reason="pip install 'twinkle-jax[nltk]'")
+
+@pytest.fixture(autouse=True, scope="module")
+def nltk():
+    """It takes a second to import, which a process without these tests does not spend."""
+    pytest.importorskip("nltk", reason="pip install 'twinkle-jax[nltk]'")
 
 
 @pytest.mark.parametrize(

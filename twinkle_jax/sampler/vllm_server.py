@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import numpy as np
@@ -57,6 +57,11 @@ _SOCKET_OPTIONS = [
         if hasattr(socket, name)  # not on every system
     ),
 ]
+
+
+@cache  # reading them takes longer than a short answer
+def _trusted_certificates() -> ssl.SSLContext:
+    return ssl.create_default_context()
 
 
 class ServerError(RuntimeError):
@@ -137,7 +142,6 @@ class Client:
             if not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key):
                 raise ValueError("api_key must be printable ASCII without spaces around it")
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._tls = ssl.create_default_context()
         self.cancelled = threading.Event()
 
     def decide(self, compute: Callable[[], str]) -> str:
@@ -178,7 +182,7 @@ class Client:
         answers: list[Any] = [None] * len(requests)
         errors: list[Exception] = []
         transport = httpx.AsyncHTTPTransport(
-            verify=self._tls,
+            verify=_trusted_certificates(),
             trust_env=False,
             limits=httpx.Limits(max_connections=_CONNECTIONS, max_keepalive_connections=0),
             socket_options=_SOCKET_OPTIONS,

@@ -37,6 +37,8 @@ from twinkle_jax.model.decoder.pages import empty_pages, put_in_pages
 
 PROMPTS = [[5, 6, 7, 8, 9, 10], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 GOES_ON = [[21, 22, 23, 24], [25, 26, 27, 28], [29, 30, 31, 32], [33, 34, 35, 36]]
+unstacked_layers = jax.jit(unstack_layers)
+in_free_pages = jax.jit(put_in_pages, static_argnames="config")
 
 
 @pytest.mark.parametrize("name", each(NAMES, 2))
@@ -71,7 +73,7 @@ def test_layers_reuse_the_keys_of_the_last_layer_of_their_kind(stacked, mixture)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=11)
     rows = [p + g for p, g in zip(PROMPTS, GOES_ON, strict=True)]
     expected = [reference_hidden(params, config, row) for row in rows]
-    weights, steps = (params, cache) if stacked else map(unstack_layers, (params, cache))
+    weights, steps = (params, cache) if stacked else map(unstacked_layers, (params, cache))
     for t in range(2):
         tokens = jnp.array([row[t] for row in GOES_ON])
         last, steps = step(weights, config, tokens, steps)
@@ -116,7 +118,7 @@ def test_dense_layers_before_those_with_experts(stacked, kinds):
     last, cache = read(params, tokens=tokens, mask=mask)
     weights = params
     if not stacked:
-        weights, cache = unstack_layers(params), unstack_layers(cache)
+        weights, cache = unstacked_layers(params), unstacked_layers(cache)
         held = {"full": ["01", "01", "1"], "sliding": ["01", "1", "1"], "linear": ["0123"]}
         assert ["".join(sorted(layer)) for layer in cache.layers] == held[kinds]
     for t in range(3):
@@ -145,12 +147,12 @@ def test_dense_layers_before_those_with_experts_in_pages(stacked, kinds):
     window_pages = 12 if "apart" in kinds else None
     rows = [PROMPTS[0][:4], GOES_ON[1]]
     _, prompts = fill(params, config, jnp.array(rows)[:, :2], None, max_length=2)
-    weights = params if stacked else unstack_layers(params)
-    prompts = prompts if stacked else unstack_layers(prompts)
+    weights = params if stacked else unstacked_layers(params)
+    prompts = prompts if stacked else unstacked_layers(prompts)
     options = {"rows": 2, "size": 2, "pages": 8, "window_pages": window_pages, "max_length": 8}
     cache = empty_pages(prompts, config, **options)
     first = jnp.array([0])
-    cache = put_in_pages(cache, prompts, first, first, first, config)
+    cache = in_free_pages(cache, prompts, first, first, first, config=config)
     for token in rows[1][:2]:
         tokens, active = jnp.array([0, token]), jnp.array([False, True])
         _, cache = step(weights, config, tokens, cache, active)
@@ -166,19 +168,19 @@ def test_heads_of_latent_attention_are_split_over_devices():
     config, params = config_of("deepseek_v3"), params_of("deepseek_v3")
     tokens, mesh = jnp.array([PROMPTS[0][:3]]), make_mesh(tensor=2)
     _, prompts = fill(params, config, tokens[:, :2], None, max_length=2)
-    prompts = unstack_layers(prompts)
+    prompts, weights = unstacked_layers(prompts), unstacked_layers(params)
     cache = empty_pages(prompts, config, rows=1, size=2, pages=4, max_length=4)
     first = jnp.array([0])
-    cache = put_in_pages(cache, prompts, first, first, first, config)
+    cache = in_free_pages(cache, prompts, first, first, first, config=config)
     on_mesh = jax.jit(functools.partial(decode_step, mesh=mesh), static_argnums=1)
-    program = on_mesh.trace(unstack_layers(params), config, tokens[:, 2], cache).jaxpr
+    program = on_mesh.trace(weights, config, tokens[:, 2], cache).jaxpr
     split = [
         eqn.params["in_specs"][0]
         for eqn in program.eqns
         if eqn.primitive.name == "shard_map" and len(eqn.invars[0].aval.shape) == 4
     ]
     assert split == [PartitionSpec(("data", "fsdp"), None, "tensor")] * config.layers
-    last, _ = on_mesh(unstack_layers(params), config, tokens[:, 2], cache)
+    last, _ = on_mesh(weights, config, tokens[:, 2], cache)
     assert_close(last[0], reference_hidden(params, config, PROMPTS[0][:3])[-1], 5e-5)
 
 
@@ -214,7 +216,7 @@ def assert_same(actual, expected):
 def test_layers_one_by_one_are_the_stack(name):
     config, params = config_of(name), params_of(name)
     _, stack = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=8)
-    unstacked, weights = unstack_layers(stack), unstack_layers(params)
+    unstacked, weights = unstacked_layers(stack), unstacked_layers(params)
     assert unstack_layers(unstacked) is unstacked
     assert unstack_layers(weights) is weights
     assert len(unstacked.layers) == len(weights["layers"]) == config.repeats
@@ -289,9 +291,9 @@ def test_more_tokens_are_read_by_layers_that_lie_one_by_one(name):
     config, params = config_of(name), params_of(name)
     _, cache = fill(params, config, *batch(PROMPTS, 6, "left"), max_length=12)
     expected, stacked = read_more(name, cache)
-    last, unstacked = read_more(name, unstack_layers(cache))
+    last, unstacked = read_more(name, unstacked_layers(cache))
     np.testing.assert_array_equal(last, expected)
-    jax.tree.map(np.testing.assert_array_equal, unstacked, unstack_layers(stacked))
+    jax.tree.map(np.testing.assert_array_equal, unstacked, unstacked_layers(stacked))
 
 
 @pytest.mark.parametrize("name", each(["qwen3_5_text", "qwen3"]))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import config_of, params_of
+from tests.model.families import config_of, fill, hidden, params_of, step
 from twinkle_jax.data import Batch
 from twinkle_jax.model import (
     Decoder,
@@ -288,16 +288,16 @@ def test_adapters_of_latent_attention_decode_what_whole_rows_get():
         init_adapter(jax.random.key(0), config, lora),
     )
     params, tokens = with_adapter(params_of("youtu"), config, lora, adapter), jnp.array(ROWS[:1])
-    expected = hidden_states(params, config, tokens)
-    plain = hidden_states(params_of("youtu"), config, tokens)
-    assert float(jnp.max(jnp.abs(expected - plain))) > 0.1
-    merged = hidden_states(merge_adapter(params), config, tokens)
+    expected = np.asarray(hidden(params, config, tokens))
+    plain = hidden(params_of("youtu"), config, tokens)
+    assert np.max(np.abs(expected - plain)) > 0.1
+    merged = hidden(jax.jit(merge_adapter)(params), config, tokens)
     np.testing.assert_allclose(merged, expected, atol=1e-4)
-    cache = prefill(params, config, tokens[:, :2], max_length=5)[1]
-    extended, _ = extend(params, config, tokens[:, 2:], cache)
+    cache = fill(params, config, tokens[:, :2], None, max_length=5)[1]
+    extended, _ = jax.jit(extend, static_argnums=1)(params, config, tokens[:, 2:], cache)
     np.testing.assert_allclose(extended, expected[:, -1], atol=1e-4)
     for t in range(2, 5):
-        last, cache = decode_step(params, config, tokens[:, t], cache)
+        last, cache = step(params, config, tokens[:, t], cache)
         np.testing.assert_allclose(last, expected[:, t], atol=1e-4)
 
 

@@ -1,7 +1,9 @@
 """Twinkle's sampler on a vLLM server: what it sends, and what it makes of answers."""
 
 import asyncio
+import ssl
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -383,6 +385,14 @@ def test_a_server_that_does_not_speak_tls(server, checkpoint):
     sampler = vLLMSampler(model_id=checkpoint, base_url=url, retries=0)
     with pytest.raises(ServerError, match=f"{url} .*SSL"):
         sampler.sample("12")
+
+
+def test_certificates_are_read_once(server, checkpoint, monkeypatch):
+    read = mock.Mock(side_effect=ssl.create_default_context)
+    monkeypatch.setattr(ssl, "create_default_context", read)
+    for _ in range(2):
+        vLLMSampler(model_id=checkpoint, base_url=server.url).sample("12", {"max_tokens": 1})
+    assert read.call_count <= 1
 
 
 @pytest.mark.slow
