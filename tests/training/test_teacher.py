@@ -25,7 +25,7 @@ from twinkle_jax.model import (
     shard_like_params,
 )
 from twinkle_jax.reward import FunctionReward
-from twinkle_jax.rollout import Rollout, server_engine
+from twinkle_jax.rollout import Rollout, hosts, server_engine
 from twinkle_jax.sampler import ServerError, vllm_server
 from twinkle_jax.training import (
     MeshConfig,
@@ -45,6 +45,7 @@ from twinkle_jax.training import (
     train_state,
     train_step,
 )
+from twinkle_jax.training.display import explain
 from twinkle_jax.training.memory import rollout_memory, update_memory
 from twinkle_jax.training.step import credit, teacher_logps
 from twinkle_jax.training.teacher import read_teacher
@@ -307,6 +308,46 @@ def test_a_run_does_not_delete_its_teacher(files):
     (files / "config.json").write_text(json.dumps(dataclasses.asdict(settings)))
     with pytest.raises(FileExistsError, match=r"must not hold teacher\.model"):
         train(settings)
+
+
+def test_scores_that_are_not_finite_are_the_teachers(files, capfd):
+    huge = TEACHER._replace(params=jax.tree.map(lambda x: 1e15 * x, TEACHER.params))
+    save_policy(huge, str(files / "huge"))
+    complaint = (
+        r"2 steps in a row in which some were not \(nor were scores of teacher\.model='.*huge"
+    )
+    with pytest.raises(hosts.SharedError, match=complaint):
+        train(config(files, teacher={"model": str(files / "huge")}))
+    assert "The teacher's log-probabilities were not finite" in capfd.readouterr().out
+
+
+def test_a_loss_of_0_is_not_explained_by_rewards():
+    metrics = {"loss": 0.0, "grad_norm": 0.5}
+    assert list(explain(metrics)) == ["zero loss"]
+    assert not explain({**metrics, "teacher/kl": 0.0})
+
+
+def test_a_teacher_needs_no_chat_template(files):
+    settings = files / "teacher" / "tokenizer_config.json"
+    content = json.loads(settings.read_text())
+    del content["chat_template"]
+    settings.write_text(json.dumps(content))
+    train(config(files, steps=1))
+    assert "teacher/kl" in metrics(files / "run")[0]
+    (files / "teacher" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^teacher\.model must hold tokenizer\.json"):
+        train(config(files, "other"))
+
+
+@pytest.mark.parametrize("named", ["a run", "an adapter"])
+def test_the_teacher_of_a_server_is_a_checkpoint(tmp_path, named):
+    policy = add_adapter(TEACHER, LoraConfig(r=2), base="base", seed=1)
+    save_policy(policy, str(tmp_path / "an adapter"))
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "config.json").write_text(json.dumps(dataclasses.asdict(TrainConfig())))
+    teacher = TeacherConfig(model=str(tmp_path / named), url="http://localhost:1")
+    with pytest.raises(ValueError, match=rf"^teacher\.model must be a checkpoint .*got {named},"):
+        read_teacher(TrainConfig(teacher=teacher), POLICY)
 
 
 @pytest.mark.parametrize(

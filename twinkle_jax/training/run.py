@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -277,7 +278,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         "tokens_per_second": tokens / step_time,
     }
     progress, interruption = _write_metrics(run, progress, last, metrics, check)
-    _show_and_save(run, progress, last, rollout, check)
+    _show_and_save(run, progress, last, rollout, metrics, check)
     if interruption is not None:
         raise interruption
     return progress
@@ -377,7 +378,12 @@ def _write_metrics(
 
 
 def _show_and_save(
-    run: Run, progress: Progress, last: LastStep, rollout: Rollout, check: Callable[[], None]
+    run: Run,
+    progress: Progress,
+    last: LastStep,
+    rollout: Rollout,
+    metrics: Mapping[str, float],
+    check: Callable[[], None],
 ) -> None:
     config, step = run.config, progress.step
     if config.logging.samples_every and step % config.logging.samples_every == 0:
@@ -398,9 +404,12 @@ def _show_and_save(
         hosts.first_decides("writing traces", lambda: _write_traces(path, rollout))
     if progress.totals.skipped >= config.optimizer.max_skipped:
         last.save()
+        finite = math.isfinite(metrics.get("teacher/kl", 0))
+        scored = "" if finite else f" (nor were scores of teacher.model={config.teacher.model!r})"
         raise hosts.SharedError(
             f"gradients must be finite, got {progress.totals.skipped} steps in a row in which "
-            f"some were not; the parameters of step {step} are in {run.checkpoints.directory}"
+            f"some were not{scored}; the parameters of step {step} are in "
+            f"{run.checkpoints.directory}"
         )
     if _saves_after(run, step):
         last.save(wait=step == config.steps)
