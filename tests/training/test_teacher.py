@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ from twinkle_jax.training import (
     add_adapter,
     begin_training,
     collect,
+    export,
     make_recipe,
     save_policy,
     score_batch,
@@ -299,6 +301,14 @@ def test_a_run_with_a_teacher_is_resumed_to_the_bit(files, capfd):
     other = dataclasses.replace(changed.teacher, weight=2.0)
     with pytest.raises(ValueError, match=r"^teacher\.weight must be 1\.0 as in the run to resume"):
         train(dataclasses.replace(changed, teacher=other))
+
+
+def test_a_policy_is_exported_without_its_teacher(files):
+    train(config(files, steps=1, logging=small_run.EVERY_STEP))
+    shutil.rmtree(files / "teacher")
+    export(files / "run", files / "exported")
+    weights = [files / name / "model.safetensors" for name in ("exported", "run/policy")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_a_run_does_not_delete_its_teacher(files):

@@ -21,6 +21,7 @@ from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
+    TeacherConfig,
     TrainConfig,
     check_learning_rates,
     from_dict,
@@ -515,7 +516,9 @@ def export(
         raise FileExistsError(
             f"directory must not be the base that the run's adapters are added to, got {path}"
         )
-    engine = LocalEngine(policy.config, policy.template)  # a server is not needed
+    # Neither a server is needed nor the teacher.
+    engine = LocalEngine(policy.config, policy.template)
+    config = dataclasses.replace(config, teacher=TeacherConfig())
     recipe = make_recipe(config, policy, lambda trajectories, truths: [], engine=engine)
     state = begin_training(policy.params, recipe.optimizer, None)
     like = arrays_of(
