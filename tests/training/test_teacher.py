@@ -48,7 +48,7 @@ from twinkle_jax.training import (
     train_step,
 )
 from twinkle_jax.training.display import explain
-from twinkle_jax.training.memory import rollout_memory, update_memory
+from twinkle_jax.training.memory import fit, rollout_memory, update_memory
 from twinkle_jax.training.step import credit, teacher_logps
 from twinkle_jax.training.teacher import read_teacher
 
@@ -221,6 +221,10 @@ def test_its_memory_is_counted():
     size = sum(x.nbytes for x in jax.tree.leaves(TEACHER.params))
     for memory in (update_memory, rollout_memory):
         assert memory(taught, state) - memory(alone, state) == size
+    with pytest.raises(ValueError, match=r"or a teacher on a server \(teacher\.url\)$"):
+        fit(taught, state, 1, note=print)
+    with pytest.raises(ValueError, match=r"or adapters \(lora\.rank\)$"):
+        fit(alone, state, 1, note=print)
     wide = a_teacher(intermediate_size=16384)
     size = sum(x.nbytes for x in jax.tree.leaves(wide.params))
     grown = update_memory(distilling(wide), state) - update_memory(alone, state)
