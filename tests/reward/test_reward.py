@@ -20,6 +20,7 @@ from twinkle_jax.reward import (
     as_reward,
     compute_rewards,
 )
+from twinkle_jax.reward import reward as reward_module
 
 SAME = FunctionReward(lambda text, truth: float(text == truth))
 
@@ -259,8 +260,17 @@ async def of_one(text, truth):
     return float(len(text))
 
 
+def wrapped(completions, **columns):  # async, but not by its definition
+    return length(completions)
+
+
+def sometimes(text, truth):
+    return 1.0 if text == "a" else of_one(text, truth)
+
+
 ASYNC = [length, Length(), Judge(), trajectories_alone, FunctionReward(of_one),
-         functools.partial(length, extra=1), FunctionReward(functools.partial(of_one))]  # fmt: skip
+         functools.partial(length, extra=1), FunctionReward(functools.partial(of_one)),
+         FunctionReward(sometimes)]  # fmt: skip
 
 
 @pytest.mark.parametrize("reward", ASYNC)
@@ -269,6 +279,22 @@ def test_rewards_may_be_async(reward, timeout):
     trajectories = completions("a", "bcd", user_data=[("ground_truth", "x")])
     assert compute_rewards(reward, trajectories, timeout=timeout) == [1.0, 3.0]
     assert list(as_reward(reward)(trajectories, ["x"])) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("reward", [wrapped, lambda trajectories, truths: Judge()(trajectories, 0)])
+@pytest.mark.parametrize("timeout", [60.0, None])
+def test_what_a_reward_returns_may_be_awaited(reward, timeout):
+    assert compute_rewards(reward, completions("a", "bcd"), timeout=timeout) == [1.0, 3.0]
+
+
+@pytest.mark.parametrize("returned", [None, 5.0, {"a": 1.0}])
+def test_an_async_reward_returns_a_list(returned):
+    class Wrong(Reward):
+        async def __call__(self, trajectories, ground_truths=None):
+            return returned
+
+    with pytest.raises(TypeError, match=r"^Wrong must return a list of 1 numbers, got"):
+        compute_rewards(Wrong(), completions("a"))
 
 
 def test_what_an_async_reward_is_stays_known():
@@ -313,6 +339,46 @@ def test_an_async_reward_that_fails_is_named_and_the_next_one_runs(error, nested
     with pytest.raises(RuntimeError, match=rf"^fragile .*{error.__name__}: no .*for trajectory 1"):
         compute_rewards(fragile, completions("a", "b"), timeout=30)
     assert compute_rewards(length, completions("a"), timeout=30) == [1.0]
+
+
+def test_threads_find_one_loop(monkeypatch):
+    def slow():
+        time.sleep(0.05)
+        return new_event_loop()
+
+    async def judge(trajectories):
+        loops.add(id(asyncio.get_running_loop()))
+        return [1.0]
+
+    loops, new_event_loop = set(), asyncio.new_event_loop
+    reward_module._start_loop.cache_clear()
+    monkeypatch.setattr(asyncio, "new_event_loop", slow)
+    threads = [
+        threading.Thread(target=compute_rewards, args=(judge, completions("a"))) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(loops) == 1
+
+
+@pytest.mark.parametrize("call", [compute_rewards, lambda reward, rows: as_reward(reward)(rows)])
+def test_a_call_that_would_wait_for_itself_is_refused(call):
+    async def outer(trajectories):
+        return call(length, trajectories)
+
+    with pytest.raises(RuntimeError, match=r"^outer .* an async reward must be awaited in another"):
+        compute_rewards(outer, completions("a"), timeout=30)
+    assert compute_rewards(length, completions("a"), timeout=30) == [1.0]
+
+
+def test_a_time_limit_within_an_async_reward_keeps_its_place():
+    async def impatient(trajectories):
+        await asyncio.wait_for(asyncio.sleep(60), 0.01)
+
+    with pytest.raises(RuntimeError, match=r"^impatient .* TimeoutError.*test_reward\.py, line"):
+        compute_rewards(impatient, completions("a"), timeout=30)
 
 
 def test_an_async_reward_that_hangs_ends_in_time():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from twinkle_jax.model import (
     shard_like_params,
 )
 from twinkle_jax.reward import FunctionReward
-from twinkle_jax.rollout import Rollout, server_engine
+from twinkle_jax.rollout import Rollout, hosts, server_engine
 from twinkle_jax.sampler import ServerError, vllm_server
 from twinkle_jax.training import (
     MeshConfig,
@@ -38,6 +39,7 @@ from twinkle_jax.training import (
     add_adapter,
     begin_training,
     collect,
+    export,
     make_recipe,
     save_policy,
     score_batch,
@@ -46,7 +48,8 @@ from twinkle_jax.training import (
     train_state,
     train_step,
 )
-from twinkle_jax.training.memory import rollout_memory, update_memory
+from twinkle_jax.training.display import explain
+from twinkle_jax.training.memory import fit, rollout_memory, update_memory
 from twinkle_jax.training.progress import saved_settings
 from twinkle_jax.training.step import credit, teacher_logps
 from twinkle_jax.training.teacher import read_teacher
@@ -220,6 +223,10 @@ def test_its_memory_is_counted():
     size = sum(x.nbytes for x in jax.tree.leaves(TEACHER.params))
     for memory in (update_memory, rollout_memory):
         assert memory(taught, state) - memory(alone, state) == size
+    with pytest.raises(ValueError, match=r"or a teacher on a server \(teacher\.url\)$"):
+        fit(taught, state, 1, note=print)
+    with pytest.raises(ValueError, match=r"or adapters \(lora\.rank\)$"):
+        fit(alone, state, 1, note=print)
     wide = a_teacher(intermediate_size=16384)
     size = sum(x.nbytes for x in jax.tree.leaves(wide.params))
     grown = update_memory(distilling(wide), state) - update_memory(alone, state)
@@ -309,6 +316,14 @@ def test_a_relative_teacher_is_found_from_anywhere(files, monkeypatch):
     assert saved_settings(files / "run")["teacher"]["model"] == str(files / "teacher")
 
 
+def test_a_policy_is_exported_without_its_teacher(files):
+    train(config(files, steps=1, logging=small_run.EVERY_STEP))
+    shutil.rmtree(files / "teacher")
+    export(files / "run", files / "exported")
+    weights = [files / name / "model.safetensors" for name in ("exported", "run/policy")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 def test_a_run_does_not_delete_its_teacher(files):
     settings = config(files)
     settings = dataclasses.replace(settings, output_dir=str(files), overwrite=True, model=None,
@@ -316,6 +331,46 @@ def test_a_run_does_not_delete_its_teacher(files):
     (files / "config.json").write_text(json.dumps(dataclasses.asdict(settings)))
     with pytest.raises(FileExistsError, match=r"must not hold teacher\.model"):
         train(settings)
+
+
+def test_scores_that_are_not_finite_are_the_teachers(files, capfd):
+    huge = TEACHER._replace(params=jax.tree.map(lambda x: 1e15 * x, TEACHER.params))
+    save_policy(huge, str(files / "huge"))
+    complaint = (
+        r"2 steps in a row in which some were not \(nor were scores of teacher\.model='.*huge"
+    )
+    with pytest.raises(hosts.SharedError, match=complaint):
+        train(config(files, teacher={"model": str(files / "huge")}))
+    assert "The teacher's log-probabilities were not finite" in capfd.readouterr().out
+
+
+def test_a_loss_of_0_is_not_explained_by_rewards():
+    metrics = {"loss": 0.0, "grad_norm": 0.5}
+    assert list(explain(metrics)) == ["zero loss"]
+    assert not explain({**metrics, "teacher/kl": 0.0})
+
+
+def test_a_teacher_needs_no_chat_template(files):
+    settings = files / "teacher" / "tokenizer_config.json"
+    content = json.loads(settings.read_text())
+    del content["chat_template"]
+    settings.write_text(json.dumps(content))
+    train(config(files, steps=1))
+    assert "teacher/kl" in metrics(files / "run")[0]
+    (files / "teacher" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"^teacher\.model must hold tokenizer\.json"):
+        train(config(files, "other"))
+
+
+@pytest.mark.parametrize("named", ["a run", "an adapter"])
+def test_the_teacher_of_a_server_is_a_checkpoint(tmp_path, named):
+    policy = add_adapter(TEACHER, LoraConfig(r=2), base="base", seed=1)
+    save_policy(policy, str(tmp_path / "an adapter"))
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "config.json").write_text(json.dumps(dataclasses.asdict(TrainConfig())))
+    teacher = TeacherConfig(model=str(tmp_path / named), url="http://localhost:1")
+    with pytest.raises(ValueError, match=rf"^teacher\.model must be a checkpoint .*got {named},"):
+        read_teacher(TrainConfig(teacher=teacher), POLICY)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import functools
 import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -26,6 +26,8 @@ _FORMS = (
     "takes a function of one completion's text and its ground truth"
 )
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_LOOP_THREAD = "event loop of rewards"
+_STARTING = threading.Lock()
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -111,8 +113,8 @@ class FunctionReward(Reward):
             truths = [None if truth is None else _as_text(truth) for truth in aligned]
         pairs = zip(map(completion_text, trajectories), truths, strict=True)
         scores: list[Any] = [self.function(text, truth) for text, truth in pairs]
-        if scores and all(map(inspect.isawaitable, scores)):
-            scores = _result_of(_all_of(scores))
+        if any(map(inspect.isawaitable, scores)):
+            scores = result_of(_all_of(scores))
         return scores
 
     def __repr__(self) -> str:
@@ -174,7 +176,8 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
     trajectory that it does not apply to.
 
     Either may be `async`. All calls wait on one event loop, in a thread of its own, so that a
-    client with open connections may be used in the next step again.
+    client with open connections may be used in the next step again; a call that blocks, such as
+    `time.sleep`, blocks all of them.
 
     Args:
         function: a `Reward`, or a function.
@@ -235,7 +238,8 @@ class _AsyncReward(Reward):
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
-        return list(self._call(trajectories, ground_truths, **kwargs))
+        scores: list[float] = self._call(trajectories, ground_truths, **kwargs)
+        return scores
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
@@ -249,24 +253,60 @@ def _waiting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function that waits for what an `async` one returns."""
 
     def reward(*args: Any, **kwargs: Any) -> Any:
-        return _result_of(function(*args, **kwargs))
+        return result_of(function(*args, **kwargs))
 
     reward.__name__ = reward_name(function)
     reward.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     return reward
 
 
-async def _all_of(awaitables: Sequence[Awaitable[Any]]) -> list[Any]:
-    return list(await asyncio.gather(*awaitables))
+async def _all_of(scores: Sequence[Any]) -> list[Any]:
+    waiting = {i: score for i, score in enumerate(scores) if inspect.isawaitable(score)}
+    found = dict(zip(waiting, await asyncio.gather(*waiting.values()), strict=True))
+    return [found.get(i, score) for i, score in enumerate(scores)]
 
 
-def _result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run_coroutine_threadsafe(coroutine, _event_loop()).result()
+def result_of(returned: Any) -> Any:
+    """Wait for what an `async` reward returned; anything else is the result itself.
+
+    Raises:
+        RuntimeError: on the event loop of rewards, where nothing may wait.
+    """
+    if not inspect.isawaitable(returned):
+        return returned
+    if on_event_loop():
+        if inspect.iscoroutine(returned):
+            returned.close()
+        raise RuntimeError(
+            "an async reward must be awaited in another one, got a call that blocks the event "
+            "loop of both: await the function itself"
+        )
+
+    async def outcome() -> tuple[Any, BaseException | None]:
+        try:
+            return await returned, None
+        except BaseException as error:  # a future would replace timeouts, without their place
+            return None, error
+
+    value, error = asyncio.run_coroutine_threadsafe(outcome(), _event_loop()).result()
+    if error is not None:
+        raise error
+    return value
+
+
+def on_event_loop() -> bool:
+    """Whether this is the thread of the event loop of all rewards."""
+    return threading.current_thread().name == _LOOP_THREAD
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of all rewards, which threads may ask for at the same time."""
+    with _STARTING:
+        return _start_loop()
 
 
 @functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """Start the event loop of all rewards."""
+def _start_loop() -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
 
     def run() -> None:
@@ -274,7 +314,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
             with suppress(KeyboardInterrupt, SystemExit):  # the call of the reward raises them too
                 loop.run_forever()
 
-    threading.Thread(target=run, name="rewards", daemon=True).start()
+    threading.Thread(target=run, name=_LOOP_THREAD, daemon=True).start()
     return loop
 
 

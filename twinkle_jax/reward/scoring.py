@@ -16,6 +16,8 @@ from twinkle_jax.reward.reward import (
     RewardFunction,
     align_ground_truths,
     as_reward,
+    on_event_loop,
+    result_of,
     reward_name,
 )
 
@@ -271,14 +273,14 @@ def _within(
 
     def work() -> None:
         try:
-            outcome["value"] = reward(*_copies(trajectories, ground_truths))
+            outcome["value"] = result_of(reward(*_copies(trajectories, ground_truths)))
         except KeyboardInterrupt as interrupt:  # not an error of the reward's
             outcome["interrupt"] = interrupt
         except BaseException as error:  # SystemExit must not end the run
             outcome["error"] = error
             outcome["row"] = _failing_row(reward, error, trajectories, ground_truths)
 
-    if timeout is None:
+    if timeout is None or on_event_loop():  # that another thread would wait for
         work()
     else:
         thread = threading.Thread(target=work, name=f"reward {name}", daemon=True)
@@ -310,7 +312,8 @@ def _failing_row(
         return None
     for i, trajectory in enumerate(trajectories):
         try:
-            reward(*_copies([trajectory], None if ground_truths is None else [truths[i]]))
+            alone = _copies([trajectory], None if ground_truths is None else [truths[i]])
+            result_of(reward(*alone))
         except KeyboardInterrupt:
             raise
         except BaseException as again:

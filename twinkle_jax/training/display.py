@@ -1,6 +1,7 @@
 """What a run shows: progress, completions and explanations on the terminal, and its curves."""
 
 import json
+import math
 import os
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -98,6 +99,10 @@ _CUT = (
     "More than half of the completions were cut off at the limit of new tokens, before their end: "
     "a higher limit, or a penalty for length, may help."
 )
+_UNSCORED = (
+    "The teacher's log-probabilities were not finite in this step: its weights may be damaged, or "
+    "too large for the dtype."
+)
 _SKIPPED = "A gradient was not finite: that update was skipped, and the parameters are as before."
 
 
@@ -131,10 +136,12 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
                 + left_out
                 + (_ALL_WRONG if reward == 0 else _ALL_RIGHT if reward == 1 else _ALIKE)
             )
-    elif abs(metrics.get("loss", 1)) < 1e-6 and gradient > 0:
+    elif abs(metrics.get("loss", 1)) < 1e-6 and gradient > 0 and not taught:
         explanations["zero loss"] = _ZERO_LOSS
     if metrics.get("completions/clipped_ratio", 0) > 0.5:
         explanations["cut"] = _CUT
+    if not math.isfinite(metrics.get("teacher/kl", 0)):
+        explanations["unscored"] = _UNSCORED
     if metrics.get("skipped_updates", 0) > 0:
         explanations["skipped"] = _SKIPPED
     return explanations

@@ -307,9 +307,11 @@ def _choose(
             raise ValueError(f"{name} must be at most {value}, which takes {takes}")
         note(f"{name} {'all' if value is None else value}: takes {takes}")
         return chosen
+    here = config.teacher.model is not None and config.teacher.url is None
     raise ValueError(
         f"{name}: the smallest takes {takes}; a smaller max_new_tokens or max_prompt_tokens takes "
         "less, and in training more devices (mesh.fsdp) or adapters (lora.rank)"
+        + (", or a teacher on a server (teacher.url)" if here else "")
     )
 
 

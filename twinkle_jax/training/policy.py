@@ -108,6 +108,7 @@ def load_policy(
     dtype: DTypeLike = "float32",
     mesh: Mesh | None = None,
     argument: str = "path_or_id",
+    chat_template: str | None = None,
 ) -> Policy:
     """Read a policy and its tokenizer.
 
@@ -121,6 +122,7 @@ def load_policy(
         dtype: of the parameters; those of an adapter are in float32.
         mesh: devices to place the parameters on; None for one device.
         argument: what errors call `path_or_id`.
+        chat_template: for a tokenizer that has none.
 
     Returns:
         The policy.
@@ -131,7 +133,7 @@ def load_policy(
     """
     place = locate(path_or_id, argument=argument)
     if not (place / ADAPTER_CONFIG).exists():
-        return _load_checkpoint(path_or_id, dtype, mesh, argument)
+        return _load_checkpoint(path_or_id, dtype, mesh, argument, chat_template)
     content = read_json(place, ADAPTER_CONFIG)
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if not isinstance(base, str):
@@ -161,7 +163,7 @@ def load_policy(
             named += f", looked for in {Path.cwd()} and in {place.resolve()},"
         elif Path(base).name == "base":
             named += f", looked for there and in {base_here},"
-    base_policy = _load_checkpoint(base, dtype, mesh, named, tuned)
+    base_policy = _load_checkpoint(base, dtype, mesh, named, chat_template, tuned)
     lora, adapter = load_adapter(place, base_policy.config)
     return attach_adapter(base_policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
 
@@ -171,6 +173,7 @@ def _load_checkpoint(
     dtype: DTypeLike,
     mesh: Mesh | None,
     argument: str,
+    chat_template: str | None,
     tuned: Tokenizer | None = None,
 ) -> Policy:
     """Read a checkpoint; `tuned` is the tokenizer that an adapter was trained with."""
@@ -182,7 +185,7 @@ def _load_checkpoint(
         )
     rules = None if mesh is None else partition_rules(mesh)
     decoder = load_pretrained(path_or_id, dtype=dtype, mesh=mesh, partition=rules)
-    tokenizer = Tokenizer.from_pretrained(path_or_id)
+    tokenizer = Tokenizer.from_pretrained(path_or_id, argument=argument)
     if tuned is not None and tuned.chat_template is not None:
         # PEFT leaves what ends a completion with the base.
         tuned.generation_config = tuned.generation_config or tokenizer.generation_config
@@ -195,7 +198,9 @@ def _load_checkpoint(
             f"got {beyond[0]!r} beyond it in {path_or_id}"
         )
     # Runs have limits of their own for prompts and episodes.
-    template = Template(tokenizer, max_length=None)
+    template = Template(
+        tokenizer, max_length=None, chat_template=tokenizer.chat_template or chat_template
+    )
     return Policy(decoder.params, decoder.config, template, source=decoder.source)
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
+    TeacherConfig,
     TrainConfig,
     check_learning_rates,
     from_dict,
@@ -285,7 +287,7 @@ def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], N
         "tokens_per_second": tokens / step_time,
     }
     progress, interruption = _write_metrics(run, progress, last, metrics, check)
-    _show_and_save(run, progress, last, rollout, check)
+    _show_and_save(run, progress, last, rollout, metrics, check)
     if interruption is not None:
         raise interruption
     return progress
@@ -385,7 +387,12 @@ def _write_metrics(
 
 
 def _show_and_save(
-    run: Run, progress: Progress, last: LastStep, rollout: Rollout, check: Callable[[], None]
+    run: Run,
+    progress: Progress,
+    last: LastStep,
+    rollout: Rollout,
+    metrics: Mapping[str, float],
+    check: Callable[[], None],
 ) -> None:
     config, step = run.config, progress.step
     if config.logging.samples_every and step % config.logging.samples_every == 0:
@@ -406,9 +413,12 @@ def _show_and_save(
         hosts.first_decides("writing traces", lambda: _write_traces(path, rollout))
     if progress.totals.skipped >= config.optimizer.max_skipped:
         last.save()
+        finite = math.isfinite(metrics.get("teacher/kl", 0))
+        scored = "" if finite else f" (nor were scores of teacher.model={config.teacher.model!r})"
         raise hosts.SharedError(
             f"gradients must be finite, got {progress.totals.skipped} steps in a row in which "
-            f"some were not; the parameters of step {step} are in {run.checkpoints.directory}"
+            f"some were not{scored}; the parameters of step {step} are in "
+            f"{run.checkpoints.directory}"
         )
     if _saves_after(run, step):
         last.save(wait=step == config.steps)
@@ -514,7 +524,9 @@ def export(
         raise FileExistsError(
             f"directory must not be the base that the run's adapters are added to, got {path}"
         )
-    engine = LocalEngine(policy.config, policy.template)  # a server is not needed
+    # Neither a server is needed nor the teacher.
+    engine = LocalEngine(policy.config, policy.template)
+    config = dataclasses.replace(config, teacher=TeacherConfig())
     recipe = make_recipe(config, policy, lambda trajectories, truths: [], engine=engine)
     state = begin_training(policy.params, recipe.optimizer, None)
     like = arrays_of(

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.data import IGNORE, Batch, SamplingParams, Tokenizer
 from twinkle_jax.model import DecoderConfig
-from twinkle_jax.model.huggingface.checkpoint_files import CONFIG, locate, read_json
+from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, CONFIG, locate, read_json
 from twinkle_jax.rollout import hosts
 from twinkle_jax.rollout.server_engine import option_names, wait_for
 from twinkle_jax.sampler import ServerError
@@ -21,6 +21,7 @@ from twinkle_jax.sampler.vllm_server import Client, Deadline, LostServerError
 from twinkle_jax.sampler.vllm_weights import names_of
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy, load_policy
+from twinkle_jax.training.progress import holds_run
 
 
 def read_teacher(
@@ -50,17 +51,30 @@ def read_teacher(
         return None
     if settings.url is not None:
         place = locate(settings.model, argument="teacher.model", weights=False)
+        if (place / ADAPTER_CONFIG).exists() or holds_run(place):
+            raise ValueError(
+                "teacher.model must be a checkpoint with teacher.url, such as the merged one that "
+                f"the server has, got {'a run' if holds_run(place) else 'an adapter'}, {place}"
+            )
         content = read_json(place, CONFIG)
         known = (content.get("text_config") or content).get("vocab_size")
         if not isinstance(known, int):
             raise ValueError(
                 f"vocab_size must be an integer in {place / CONFIG} of teacher.model, got {known!r}"
             )
-        _check_tokenizer(policy, Tokenizer.from_pretrained(place), known, note)
+        _check_tokenizer(
+            policy, Tokenizer.from_pretrained(place, argument="teacher.model"), known, note
+        )
         teacher = ServedTeacher(config, known, mesh, note)
         teacher.check_room()
         return teacher
-    judge = load_policy(settings.model, dtype=config.dtype, mesh=mesh, argument="teacher.model")
+    judge = load_policy(
+        settings.model,
+        dtype=config.dtype,
+        mesh=mesh,
+        argument="teacher.model",
+        chat_template=policy.tokenizer.chat_template,  # base models have none, and need none
+    )
     check_decoder(config, judge.config, mesh, "teacher")
     _check_tokenizer(policy, judge.tokenizer, judge.config.vocab_size, note)
     return judge
