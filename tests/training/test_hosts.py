@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import time
 from itertools import chain
@@ -16,6 +17,7 @@ from safetensors.numpy import load_file
 from tests.training import small_run
 from tests.training.joined_runs import SHORT_ANSWERS, run_joined
 from tests.training.runs import ROOT, lines, scored, steps
+from twinkle_jax.model import LoraConfig
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training import (
     DistributedConfig,
@@ -25,7 +27,11 @@ from twinkle_jax.training import (
     MeshConfig,
     OptimizerConfig,
     RolloutConfig,
+    TeacherConfig,
     TrainConfig,
+    add_adapter,
+    load_policy,
+    save_policy,
     train,
 )
 from twinkle_jax.training import hosts as training_hosts
@@ -252,6 +258,23 @@ def test_the_files_that_a_run_imports_are_hashed_by_option(tmp_path):
     named = {"environment": f"gym:{__name__}:Game", "tools": __name__}
     assert code_hashes(TrainConfig(**named)) == {"environment": module, "tools": module}
     assert code_hashes(TrainConfig(environment="openenv:http://localhost:8000")) == {}
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_files_of_a_teacher_are_hashed_with_an_adapters_base(folder, tmp_path, adapter):
+    shutil.copytree(folder / "model", tmp_path / "base")
+    teacher, base = str(tmp_path / "base"), load_policy(str(tmp_path / "base"))
+    if adapter:
+        teacher = str(tmp_path / "adapter")
+        save_policy(add_adapter(base, LoraConfig(r=2), base=str(tmp_path / "base")), teacher)
+    config = TrainConfig(teacher=TeacherConfig(model=teacher))
+    before = code_hashes(config)
+    assert before.keys() == {"teacher.model"}
+    assert code_hashes(config) == before
+    save_policy(base._replace(params=jax.tree.map(lambda x: x + 1, base.params)), tmp_path / "base")
+    assert code_hashes(config) != before
+    served = TeacherConfig(model=teacher, url="http://localhost:1")
+    assert code_hashes(TrainConfig(teacher=served)) == {}
 
 
 @pytest.mark.slow

@@ -20,11 +20,12 @@ import jax
 
 from twinkle_jax.data import Trajectory
 from twinkle_jax.data.prompts import prompts_fingerprint
-from twinkle_jax.model.huggingface.checkpoint_files import locate
+from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locate
 from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.reward.reward import REWARDS
 from twinkle_jax.rollout import hosts
 from twinkle_jax.training.config import DistributedConfig, TrainConfig, file_in, flat
+from twinkle_jax.training.policy import base_of
 from twinkle_jax.training.progress import package_versions
 from twinkle_jax.training.task import is_reward_model
 
@@ -259,8 +260,18 @@ def _facts(
 
 
 def _files_of_model(path_or_id: str, argument: str) -> dict[str, str]:
-    files = sorted(locate(path_or_id, argument=argument).iterdir())
-    return {f"{path.name} of {argument}": fingerprint(path) for path in files if path.is_file()}
+    """Hash the files of a checkpoint, or of an adapter and its base."""
+    place = locate(path_or_id, argument=argument)
+    places = {argument: place}
+    if (place / ADAPTER_CONFIG).is_file():
+        base, called = base_of(place)
+        places[f"the base of {argument}"] = locate(base, argument=called)
+    return {
+        f"{path.name} of {name}": fingerprint(path)
+        for name, directory in places.items()
+        for path in sorted(directory.iterdir())
+        if path.is_file()
+    }
 
 
 def _rewards(config: TrainConfig) -> list[str]:

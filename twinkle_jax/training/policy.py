@@ -134,6 +134,15 @@ def load_policy(
     place = locate(path_or_id, argument=argument)
     if not (place / ADAPTER_CONFIG).exists():
         return _load_checkpoint(path_or_id, dtype, mesh, argument, chat_template)
+    tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
+    base, named = base_of(place)
+    base_policy = _load_checkpoint(base, dtype, mesh, named, chat_template, tuned)
+    lora, adapter = load_adapter(place, base_policy.config)
+    return attach_adapter(base_policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
+
+
+def base_of(place: Path) -> tuple[str, str]:
+    """Find the base of the adapter in a directory, see `load_policy`; and what errors call it."""
     content = read_json(place, ADAPTER_CONFIG)
     base, revision = content.get("base_model_name_or_path"), content.get("revision")
     if not isinstance(base, str):
@@ -144,7 +153,6 @@ def load_policy(
             f"download that revision of {base}, and name its directory as "
             "base_model_name_or_path"
         )
-    tuned = Tokenizer.from_pretrained(place) if (place / "tokenizer.json").is_file() else None
     named = f"base_model_name_or_path of {place / ADAPTER_CONFIG}"
     run = place.resolve().parent
     # The base of a run or an export may have been moved, and another be where it was.
@@ -163,9 +171,7 @@ def load_policy(
             named += f", looked for in {Path.cwd()} and in {place.resolve()},"
         elif Path(base).name == "base":
             named += f", looked for there and in {base_here},"
-    base_policy = _load_checkpoint(base, dtype, mesh, named, chat_template, tuned)
-    lora, adapter = load_adapter(place, base_policy.config)
-    return attach_adapter(base_policy, lora, adapter, base=base, dtype=dtype, mesh=mesh)
+    return base, named
 
 
 def _load_checkpoint(
