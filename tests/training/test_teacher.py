@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import hub_server
-from tests.model.families import family, random_params
+from tests.model.families import each, family, random_params
 from tests.sampler.vllm.fake_server import FakeServer, lose
 from tests.training import small_run
 from tests.training.joined_runs import run_joined
@@ -132,7 +132,7 @@ def test_its_gradient_is_that_of_the_divergence_from_the_teacher():
         np.testing.assert_allclose(one, -other, atol=1e-5 * max(largest, 1))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_each_token_gets_the_difference_of_log_probabilities(temperature):
     recipe = distilling(weight=0.5, rollout={"temperature": temperature})
     rollout = drawn(recipe)
@@ -151,7 +151,7 @@ def test_each_token_gets_the_difference_of_log_probabilities(temperature):
     assert "kl" not in metrics
 
 
-@pytest.mark.parametrize("mask_truncated", [False, True])
+@pytest.mark.parametrize("mask_truncated", each([True, False], mark=pytest.mark.slow))
 def test_rewards_are_added_with_their_weight(mask_truncated):
     options = {"advantage": "grpo", "scale": "none", "mask_truncated": mask_truncated}
     rollout = drawn(distilling(weight=0.5, reward_weight=3.0, update=options))
@@ -167,6 +167,7 @@ def test_rewards_are_added_with_their_weight(mask_truncated):
     )
 
 
+@pytest.mark.slow
 def test_with_dynamic_sampling_the_chosen_rows_are_judged():
     update = {"advantage": "grpo", "dynamic_sampling": 4}
     rollout = drawn(distilling(reward_weight=1.0, update=update, rollout={"num_samples": 2}), key=3)
@@ -175,6 +176,7 @@ def test_with_dynamic_sampling_the_chosen_rows_are_judged():
     np.testing.assert_allclose(np.asarray(rollout.teacher_logps)[kept], expected[kept], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_divergence_falls():
     recipe = distilling(
         teacher=small_policy(5),
@@ -213,6 +215,7 @@ def test_a_teacher_may_have_adapters_and_be_on_a_mesh():
     np.testing.assert_allclose(got.batch.advantages, expected.batch.advantages, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_its_memory_is_counted():
     plain = TrainConfig(
         rollout=RolloutConfig(prompts=2, num_samples=4, max_new_tokens=4, max_prompt_tokens=32),
@@ -271,6 +274,7 @@ def test_prompts_need_no_answers(files, capfd):
         train(config(files, "other", {"reward_weight": 1.0}, reward=None))
 
 
+@pytest.mark.slow
 def test_answers_that_are_there_are_scored(files):
     evaluation = small_run.evaluation(files, every=1)
     train(config(files, reward=None, evaluation=evaluation, steps=1))
@@ -278,6 +282,7 @@ def test_answers_that_are_there_are_scored(files):
     assert {"reward", "teacher/kl", "eval/accuracy"} <= row.keys()
 
 
+@pytest.mark.slow
 def test_an_evaluation_needs_answers_though_training_does_not(files):
     (files / "task.jsonl").write_text(json.dumps({"prompt": "1+1="}))
     rollout = RolloutConfig(prompts=1, num_samples=2, max_new_tokens=2, max_prompt_tokens=32)
@@ -466,6 +471,7 @@ def test_a_server_scores_as_this_process_does(files, server, mesh):
     assert {body["prompt_logprobs"] for body in sent if body["prompt_logprobs"] is not None} == {0}
 
 
+@pytest.mark.slow
 def test_the_weights_of_a_teacher_on_a_server_are_not_read(files, server):
     (files / "teacher" / "model.safetensors").unlink()
     train(config(files, teacher={"url": server.url}, steps=1))
