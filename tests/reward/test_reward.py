@@ -327,7 +327,7 @@ def test_an_async_reward_that_fails_is_named_and_the_next_one_runs(error, nested
     async def fail(text):
         await asyncio.sleep(0)
         if text == "b":
-            raise error("no")  # this line
+            raise error("no")
         return 1.0
 
     async def fragile(completions, **columns):

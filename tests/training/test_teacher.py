@@ -177,6 +177,19 @@ def test_with_dynamic_sampling_the_chosen_rows_are_judged():
 
 
 @pytest.mark.slow
+def test_a_teachers_own_router_chooses():
+    """Not the experts of the sampler, which updates of the policy may replay."""
+    teacher = a_teacher("qwen3_moe")
+    recipe = distilling(teacher)
+    rollout = drawn(recipe)
+    batch, chosen = rollout.batch, teacher.config.experts.chosen
+    shape = (*batch.tokens.shape, teacher.config.layers, chosen)
+    routing = jnp.broadcast_to(jnp.arange(chosen, dtype=jnp.uint8)[None, None, None], shape)
+    routed = rollout._replace(batch=batch._replace(routing=routing))
+    np.testing.assert_array_equal(teacher_logps(recipe, routed), rollout.teacher_logps)
+
+
+@pytest.mark.slow
 def test_the_divergence_falls():
     recipe = distilling(
         teacher=small_policy(5),

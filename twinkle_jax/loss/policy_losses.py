@@ -554,11 +554,7 @@ class DPPOLoss(PolicyLoss, name="dppo"):
     correction: Correction | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.divergence not in _DIVERGENCES:
-            raise ValueError(
-                f"divergence must be one of {', '.join(map(repr, _DIVERGENCES))}, "
-                f"got {self.divergence!r}"
-            )
+        _check_name("divergence", self.divergence, _DIVERGENCES)
 
     def per_token(
         self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
@@ -588,6 +584,11 @@ class DPPOLoss(PolicyLoss, name="dppo"):
     ) -> PolicyMetrics:
         """Compute the metrics of the step; clip fractions are 0, since ratios are not clipped."""
         return _unclipped_metrics(log_ratio, advantages, mask, entropies)
+
+
+def _check_name(argument: str, name: str, known: Mapping[str, Any]) -> None:
+    if name not in known:
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, known))}, got {name!r}")
 
 
 _DIVERGENCES = {"tv": total_variation_mask, "kl": binary_kl_mask}
@@ -635,11 +636,7 @@ class PPOLoss(PolicyLoss, name="ppo"):
     dual_clip: Coefficient | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.loss_agg_mode not in PPO_REDUCTIONS:
-            raise ValueError(
-                f"loss_agg_mode must be one of {', '.join(map(repr, PPO_REDUCTIONS))}, "
-                f"got {self.loss_agg_mode!r}"
-            )
+        _check_name("loss_agg_mode", self.loss_agg_mode, PPO_REDUCTIONS)
 
     @property
     def divides_by(self) -> LossUnit:

@@ -26,8 +26,6 @@ _FORMS = (
     "takes a function of one completion's text and its ground truth"
 )
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_LOOP_THREAD = "event loop of rewards"
-_STARTING = threading.Lock()
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -226,6 +224,9 @@ def as_reward(function: RewardFunction, *, argument: str = "reward") -> RewardFu
 
 
 # Asynchronous rewards.
+
+_LOOP_THREAD = "event loop of rewards"
+_STARTING = threading.Lock()
 
 
 class _AsyncReward(Reward):

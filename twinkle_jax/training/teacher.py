@@ -188,12 +188,15 @@ class ServedTeacher:
             )
 
     def score(self, batch: Batch) -> Float[Array, "rows time"]:
-        """Compute the log-probabilities of a batch's labels at temperature 1; 0 without a label.
+        """Compute the log-probabilities of a batch's labels at temperature 1.
 
         All processes must call this.
 
         Args:
             batch: rows that begin in the first column; each is sent up to its last label.
+
+        Returns:
+            Log-probabilities; where there is no label, they have no meaning.
 
         Raises:
             ServerError: if the server cannot be reached, takes too long, has another model, or
@@ -230,7 +233,6 @@ class ServedTeacher:
             )
         scores = np.zeros(labels.shape, np.float32)
         scores[asked] = hosts.gather_rows(answered, len(rows))
-        scores = np.where(labelled, scores, np.float32(0))
         if self._mesh is None:
             return jnp.asarray(scores)
         spread: Array = hosts.spread_rows(scores, self._mesh)
