@@ -36,10 +36,10 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     HEADS,
     SCORE,
     locate,
-    open_files,
     read_json,
     stored_tensors,
 )
+from twinkle_jax.model.huggingface.quantized import open_files
 from twinkle_jax.reward import GroundTruths, Reward
 
 _TOKENS = 16384  # of a call of the decoder, padding included

@@ -23,8 +23,7 @@ from twinkle_jax.model import (
     save_pretrained,
 )
 from twinkle_jax.model.huggingface import checkpoint as checkpoint_module
-from twinkle_jax.model.huggingface.checkpoint_files import ScaledSlice
-from twinkle_jax.model.huggingface.config_json import fp8_block
+from twinkle_jax.model.huggingface.quantized import ScaledSlice, fp8_block
 
 _GET = "pip install 'twinkle-jax[test,oracle]'"
 FP8 = {

@@ -20,7 +20,7 @@ from twinkle_jax.model import (
     save_pretrained,
 )
 from twinkle_jax.model.huggingface import checkpoint as checkpoint_module
-from twinkle_jax.model.huggingface.checkpoint_files import PackedSlice
+from twinkle_jax.model.huggingface.quantized import PackedSlice
 
 UP = "model.layers.{}.mlp.experts.gate_up_proj"
 DOWN = "model.layers.{}.mlp.experts.down_proj"

@@ -62,11 +62,9 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     locate,
     match_tensors,
     names_by_expert,
-    open_files,
     read_dtype,
     read_json,
     read_part,
-    scaled,
     stored_names,
     stored_outputs,
     stored_prefix,
@@ -74,9 +72,9 @@ from twinkle_jax.model.huggingface.checkpoint_files import (
     stored_tensors,
     stored_together,
     to_stored,
-    unpacked,
 )
-from twinkle_jax.model.huggingface.config_json import export_config, fp8_block, parse_config
+from twinkle_jax.model.huggingface.config_json import export_config, parse_config
+from twinkle_jax.model.huggingface.quantized import fp8_block, open_files, scaled, unpacked
 from twinkle_jax.model.huggingface.saving import (
     Gather,
     check_target,

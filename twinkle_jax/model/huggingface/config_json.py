@@ -2,11 +2,9 @@
 
 import dataclasses
 import json
-import math
 import re
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from twinkle_jax.model.decoder.config import (
     FULL,
@@ -17,16 +15,32 @@ from twinkle_jax.model.decoder.config import (
     DeltaNetConfig,
     ExpertsConfig,
     LatentConfig,
-    LinearScaling,
     LongRopeScaling,
-    ProportionalScaling,
-    RopeScaling,
     Window,
-    YarnScaling,
 )
 from twinkle_jax.model.decoder.families import ENCLOSING, FAMILIES, Family
+from twinkle_jax.model.huggingface.config_values import (
+    one_of,
+    read_flag,
+    read_number,
+    read_section,
+    read_size,
+    read_soft_cap,
+    shown,
+)
+from twinkle_jax.model.huggingface.quantized import fp8_block
+from twinkle_jax.model.huggingface.rope_json import (
+    IMAGE_ROPE,
+    LONGROPE,
+    ORIGINAL,
+    Rope,
+    full_layers_rope,
+    read_rope,
+    rope_by_kind,
+    rope_entries,
+)
 
-_LARGEST_SIZE, _MOST_LAYERS, _MOST_EXPERTS = 2**31 - 1, 4096, 65536
+_MOST_LAYERS, _MOST_EXPERTS = 4096, 65536
 
 # Keys that are read. A key in none of the lists below is refused: it might change the result.
 _READ = """model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads
@@ -104,66 +118,7 @@ _IGNORED = frozenset(
     mtp_num_hidden_layers mtp_use_dedicated_embeddings embedding_initializer_range
     aux_loss_alpha seq_aux ep_size""".split()  # noqa: SIM905
 )
-# Keys of `quantization_config` in FP8, by method, with the values that are understood; None: any.
-_FP8_KEYS: dict[str, dict[str, tuple[Any, ...] | None]] = {
-    "fp8": {
-        "fmt": ("e4m3", "float8_e4m3fn"),
-        "activation_scheme": ("dynamic", "static"),
-        "weight_block_size": None,
-        "modules_to_not_convert": None,
-        "ignored_layers": None,
-        "modules_to_convert": (None, []),
-        "scale_fmt": ("float", "ue8m0", None),
-        "expert_dtype": ("fp8",),
-        "kv_cache_scheme": (None,),
-        "dequantize": None,
-    },
-    "compressed-tensors": {
-        "config_groups": None,
-        "format": ("float-quantized", "naive-quantized"),
-        "ignore": None,
-        "kv_cache_scheme": (None,),
-        "sparsity_config": None,
-        "transform_config": (None, {}),
-        "global_compression_ratio": None,
-        "quantization_status": None,
-        "version": None,
-        "dequantize": None,
-        "run_compressed": None,
-    },
-}
-_GROUP_KEYS: dict[str, tuple[Any, ...] | None] = {
-    "targets": None,
-    "weights": None,
-    "input_activations": None,
-    "output_activations": (None,),
-    "format": (None, "float-quantized", "naive-quantized"),
-}
-_WEIGHT_KEYS: dict[str, tuple[Any, ...] | None] = {
-    "num_bits": (8,),
-    "type": ("float",),
-    "symmetric": (True,),
-    "strategy": ("tensor", "channel", "block"),
-    "block_structure": None,
-    "group_size": (None,),
-    "dynamic": (False,),
-    "actorder": (None,),
-    "observer": None,
-    "observer_kwargs": None,
-    "scale_dtype": None,
-    "zp_dtype": None,
-}
 _IGNORED_PATTERNS = re.compile(r"_.*|.*_token_ids?|.*_version|transformers.*|unsloth_.*")
-
-_ORIGINAL = "original_max_position_embeddings"
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
-_LONGROPE = ("short_factor", "long_factor")
-_GROWTH = "llama_4_scaling_beta"
-_ALL = "mscale_all_dim"
-_YARN = """original_max_position_embeddings attention_factor attn_factor beta_fast beta_slow mscale
-    mscale_all_dim truncate""".split()  # noqa: SIM905
-# Rotary settings of image positions: a text token has one position only.
-_IMAGE_ROPE = {"mrope_section", "mrope_interleaved"}
 
 
 def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
@@ -206,16 +161,16 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
     kinds = _layer_kinds(flat, family)
     attention, full_attention = _attentions(flat, family, kinds)
     has_experts = family.experts or family.clamped_experts or family.corrected_experts
-    has_experts |= family.added_experts and _flag(flat, "enable_moe_block")
+    has_experts |= family.added_experts and read_flag(flat, "enable_moe_block")
     experts = _experts(flat, family) if has_experts else None
-    multipliers = {name: _number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
+    multipliers = {name: read_number(flat, name, 1.0) for name in _MULTIPLIER_KEYS}
     if family.scaled_embedding:
-        multipliers["embedding_multiplier"] = _size(flat, "hidden_size") ** 0.5
+        multipliers["embedding_multiplier"] = read_size(flat, "hidden_size") ** 0.5
     return DecoderConfig(
         model_type=model_type,
-        vocab_size=_size(flat, "vocab_size"),
-        hidden_size=_size(flat, "hidden_size"),
-        intermediate_size=_size(
+        vocab_size=read_size(flat, "vocab_size"),
+        hidden_size=read_size(flat, "hidden_size"),
+        intermediate_size=read_size(
             flat, "intermediate_size", experts.width if family.experts and experts else None
         ),
         layer_kinds=kinds,
@@ -226,7 +181,7 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         delta_net=_delta_net(flat, family) if LINEAR in kinds else None,
         experts=experts,
         dense_layers=_dense_layers(flat, family) if family.corrected_experts else 0,
-        norm_epsilon=_number(flat, "rms_norm_eps", 1e-6, zero=True),
+        norm_epsilon=read_number(flat, "rms_norm_eps", 1e-6, zero=True),
         centred_norms=family.centred_norms,
         float32_norms=family.float32_norms,
         input_norms=family.input_norms,
@@ -236,8 +191,8 @@ def parse_config(config: Mapping[str, Any]) -> DecoderConfig:
         embedding_multiplier=multipliers["embedding_multiplier"],
         residual_multiplier=multipliers["residual_multiplier"],
         logits_scaling=multipliers["logits_scaling"],
-        logits_soft_cap=_soft_cap(flat, "final_logit_softcapping"),
-        tie_embeddings=_flag(flat, "tie_word_embeddings"),
+        logits_soft_cap=read_soft_cap(flat, "final_logit_softcapping"),
+        tie_embeddings=read_flag(flat, "tie_word_embeddings"),
         original=json.dumps(dict(config), sort_keys=True),
     )
 
@@ -247,24 +202,24 @@ def _per_layer(flat: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     entries: dict[str, Any] = {}
     width = flat.get("hidden_size_per_layer_input")
     if width not in (None, 0):
-        entries["token_width"] = _size(flat, "hidden_size_per_layer_input")
+        entries["token_width"] = read_size(flat, "hidden_size_per_layer_input")
         vocab = flat["vocab_size_per_layer_input"]
         if vocab != flat["vocab_size"]:
             raise ValueError(
                 f"vocab_size_per_layer_input must be vocab_size, {flat['vocab_size']}, "
-                f"got {_shown(vocab)}"
+                f"got {shown(vocab)}"
             )
     if flat.get("num_kv_shared_layers") in (None, 0):
         return entries
-    reusing = _size(flat, "num_kv_shared_layers")
+    reusing = read_size(flat, "num_kv_shared_layers")
     if not set(kinds) <= set(kinds[: max(len(kinds) - reusing, 0)]):
         raise ValueError(
             "num_kv_shared_layers must leave a layer of each kind with keys and values of its own, "
             f"got {reusing} of {len(kinds)} layers"
         )
     entries["reusing_layers"] = reusing
-    if _flag(flat, "use_double_wide_mlp"):
-        entries["reusing_intermediate_size"] = 2 * _size(flat, "intermediate_size")
+    if read_flag(flat, "use_double_wide_mlp"):
+        entries["reusing_intermediate_size"] = 2 * read_size(flat, "intermediate_size")
     return entries
 
 
@@ -276,7 +231,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
             raise ValueError(
                 f"text_config must be given where model_type is {model_type!r}, got none"
             )
-        flat = _section(config, "text_config")
+        flat = read_section(config, "text_config")
         # The enclosing model owns the head and the quantisation, so its settings win.
         for name in ("tie_word_embeddings", "quantization_config"):
             if name in config:
@@ -284,7 +239,7 @@ def _flatten(config: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         model_type = flat.setdefault("model_type", ENCLOSING[model_type])
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted({*FAMILIES, *ENCLOSING}))
-        raise ValueError(f"model_type must be one of {known}, got {_shown(model_type)}")
+        raise ValueError(f"model_type must be one of {known}, got {shown(model_type)}")
     return flat, model_type
 
 
@@ -293,16 +248,16 @@ def _attentions(
 ) -> tuple[AttentionConfig, AttentionConfig | None]:
     """Read the attention of all layers, or those of sliding and of full ones if they differ."""
     by_kind = family.window_pattern and family.rope_by_kind
-    rope = _read_rope(_full_layers_rope(flat) if by_kind else flat, family)
+    rope = read_rope(full_layers_rope(flat) if by_kind else flat, family)
     window = _window(flat, family) if SLIDING in kinds else None
     if not family.global_heads:
         return _attention(flat, family, rope, window), None
-    shared_values = _flag(flat, "attention_k_eq_v")
+    shared_values = read_flag(flat, "attention_k_eq_v")
     full = _attention({**flat, **_global_heads(flat, kinds)}, family, rope, None)
     full = dataclasses.replace(full, shared_values=shared_values)
     if window is None or window.rope_theta is None:
         return full, None
-    rope = _Rope(window.rope_theta, 1.0, None)
+    rope = Rope(window.rope_theta, 1.0, None)
     return _attention(flat, family, rope, Window(window.size)), full
 
 
@@ -312,33 +267,33 @@ def _global_heads(flat: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, An
     transformers writes it for each layer, and takes it from two keys where it is not written so.
     """
     if "per_layer_config" not in flat:
-        heads: dict[str, Any] = {"head_dim": _size(flat, "global_head_dim")}
+        heads: dict[str, Any] = {"head_dim": read_size(flat, "global_head_dim")}
         number = "num_global_key_value_heads"
-        if flat.get(number) is not None and _flag(flat, "attention_k_eq_v"):
-            heads["num_key_value_heads"] = _size(flat, number)
+        if flat.get(number) is not None and read_flag(flat, "attention_k_eq_v"):
+            heads["num_key_value_heads"] = read_size(flat, number)
         return heads
     by_layer = {
         int(layer) if str(layer).isdecimal() else layer: heads  # such as "05"
-        for layer, heads in _section(flat, "per_layer_config").items()
+        for layer, heads in read_section(flat, "per_layer_config").items()
     }
     full = [layer for layer, kind in enumerate(kinds) if kind == FULL]
-    heads = _section({"per_layer_config": by_layer.get(full[0])}, "per_layer_config")
+    heads = read_section({"per_layer_config": by_layer.get(full[0])}, "per_layer_config")
     same = dict.fromkeys(full, heads) if heads else {}
     if by_layer != same or heads.keys() - {"head_dim", "num_key_value_heads"}:
         raise ValueError(
             "per_layer_config must have the same head_dim and num_key_value_heads for all full "
-            f"layers, {full}, and nothing else, got {_shown(flat['per_layer_config'])}"
+            f"layers, {full}, and nothing else, got {shown(flat['per_layer_config'])}"
         )
     return heads
 
 
 def _attention(
-    flat: Mapping[str, Any], family: Family, rope: "_Rope", window: Window | None
+    flat: Mapping[str, Any], family: Family, rope: "Rope", window: Window | None
 ) -> AttentionConfig:
-    query_heads = _size(flat, "num_attention_heads")
+    query_heads = read_size(flat, "num_attention_heads")
     key_value_heads = query_heads
     if flat.get("num_key_value_heads") is not None:
-        key_value_heads = _size(flat, "num_key_value_heads")
+        key_value_heads = read_size(flat, "num_key_value_heads")
     if query_heads % key_value_heads:
         raise ValueError(
             f"num_attention_heads must be a multiple of num_key_value_heads, "
@@ -348,9 +303,9 @@ def _attention(
     if latent is not None:
         head_dim, rotary_dim = _latent_head(flat, query_heads)
     else:
-        head_dim = family.head_dim or _size(flat, "hidden_size") // query_heads
+        head_dim = family.head_dim or read_size(flat, "hidden_size") // query_heads
         if family.head_dim or flat.get("head_dim") is not None:
-            head_dim = _size(flat, "head_dim", head_dim)
+            head_dim = read_size(flat, "head_dim", head_dim)
         rotary_dim = int(head_dim * rope.part)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(
@@ -359,34 +314,34 @@ def _attention(
         )
     if isinstance(rope.scaling, LongRopeScaling):
         lists = (rope.scaling.factors, rope.scaling.long_factors)
-        for name, factors in zip(_LONGROPE, lists, strict=True):
+        for name, factors in zip(LONGROPE, lists, strict=True):
             if len(factors) != rotary_dim // 2:
                 raise ValueError(
                     f"{name} must have {rotary_dim // 2} numbers, half of the rotated entries of a "
                     f"head, got {len(factors)}"
                 )
-    bias = family.fixed_bias or _flag(flat, "attention_bias")
+    bias = family.fixed_bias or read_flag(flat, "attention_bias")
     multiplier = family.attention_multiplier
     if family.multipliers:
-        multiplier = _number(flat, "attention_multiplier", 1.0)
+        multiplier = read_number(flat, "attention_multiplier", 1.0)
     has_query_width = "query_pre_attn_scalar" in family.sliding_keys
     return AttentionConfig(
         query_heads=query_heads,
         key_value_heads=key_value_heads,
         head_dim=head_dim,
         rotary_dim=rotary_dim,
-        interleaved=_flag({"rope_interleave": True, **flat}, "rope_interleave")
+        interleaved=read_flag({"rope_interleave": True, **flat}, "rope_interleave")
         if family.latent
         else family.interleaved,
         rope_theta=rope.theta,
         rope_scaling=rope.scaling,
         bias=bias,
         output_bias=bias and family.output_bias,
-        qk_norm=_flag(flat, "use_qk_norm") if family.qk_norm is None else family.qk_norm,
+        qk_norm=read_flag(flat, "use_qk_norm") if family.qk_norm is None else family.qk_norm,
         joint_qk_norm=family.joint_qk_norm,
         output_gate=family.output_gate,
-        query_width=_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
-        soft_cap=_soft_cap(flat, "attn_logit_softcapping"),
+        query_width=read_size(flat, "query_pre_attn_scalar", 256) if has_query_width else None,
+        soft_cap=read_soft_cap(flat, "attn_logit_softcapping"),
         multiplier=multiplier,
         value_norm=family.value_norm,
         window=window,
@@ -398,18 +353,18 @@ def _attention(
 def _latent(flat: Mapping[str, Any]) -> LatentConfig:
     has_query = flat.get("q_lora_rank") is not None
     return LatentConfig(
-        width=_size(flat, "kv_lora_rank"),
-        query_width=_size(flat, "q_lora_rank") if has_query else None,
-        value_dim=_size(flat, "v_head_dim"),
+        width=read_size(flat, "kv_lora_rank"),
+        query_width=read_size(flat, "q_lora_rank") if has_query else None,
+        value_dim=read_size(flat, "v_head_dim"),
     )
 
 
 def _latent_head(flat: Mapping[str, Any], query_heads: int) -> tuple[int, int]:
     """Read the width of a head of latent attention, and how much of it is rotated."""
-    rotary_dim = _size(flat, "qk_rope_head_dim")
+    rotary_dim = read_size(flat, "qk_rope_head_dim")
     if rotary_dim % 2:
         raise ValueError(f"qk_rope_head_dim must be even, got {rotary_dim}")
-    head_dim = _size(flat, "qk_nope_head_dim") + rotary_dim
+    head_dim = read_size(flat, "qk_nope_head_dim") + rotary_dim
     # What transformers derives and writes; all heads have keys and values of their own.
     derived = {
         "qk_head_dim": head_dim,
@@ -417,17 +372,17 @@ def _latent_head(flat: Mapping[str, Any], query_heads: int) -> tuple[int, int]:
         "num_key_value_heads": query_heads,
     }
     for name, value in derived.items():
-        _one_of(flat, name, (value, None))
+        one_of(flat, name, (value, None))
     return head_dim, rotary_dim
 
 
 def _delta_net(flat: Mapping[str, Any], family: Family) -> DeltaNetConfig:
     config = DeltaNetConfig(
-        key_heads=_size(flat, "linear_num_key_heads", 16),
-        value_heads=_size(flat, "linear_num_value_heads", 32),
-        key_dim=_size(flat, "linear_key_head_dim", 128),
-        value_dim=_size(flat, "linear_value_head_dim", 128),
-        kernel=_size(flat, "linear_conv_kernel_dim", 4, most=_LARGEST_SIZE),
+        key_heads=read_size(flat, "linear_num_key_heads", 16),
+        value_heads=read_size(flat, "linear_num_value_heads", 32),
+        key_dim=read_size(flat, "linear_key_head_dim", 128),
+        value_dim=read_size(flat, "linear_value_head_dim", 128),
+        kernel=read_size(flat, "linear_conv_kernel_dim", 4),
         by_key_head=family.linear_by_key_head,
     )
     if config.value_heads % config.key_heads:
@@ -442,22 +397,22 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
     known = ("n_routed_experts",) if family.corrected_experts else _EXPERT_KEYS[:2]
     names = [name for name in known if name in flat]
     name = names[0] if names else known[0]
-    number = _size(flat, name, most=_MOST_EXPERTS)
+    number = read_size(flat, name, most=_MOST_EXPERTS)
     if number == 1:
         raise ValueError(f"{name} must be at least 2, got 1")
     if len(names) == 2 and flat[names[1]] != number:
         raise ValueError(
-            f"num_local_experts must be num_experts, {number}, got {_shown(flat[names[1]])}"
+            f"num_local_experts must be num_experts, {number}, got {shown(flat[names[1]])}"
         )
     shared, added = family.shared_expert, family.added_experts
     experts = ExpertsConfig(
         number=number,
-        chosen=_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
-        width=_size(flat, family.expert_width),
-        normalised=family.normalised or _flag(flat, "norm_topk_prob"),
-        shared_width=_size(flat, "shared_expert_intermediate_size") if shared else None,
+        chosen=read_size(flat, "top_k_experts" if added else "num_experts_per_tok", most=number),
+        width=read_size(flat, family.expert_width),
+        normalised=family.normalised or read_flag(flat, "norm_topk_prob"),
+        shared_width=read_size(flat, "shared_expert_intermediate_size") if shared else None,
         beside_dense=added,
-        swiglu_limit=_number(flat, "swiglu_limit", 7.0) if family.clamped_experts else None,
+        swiglu_limit=read_number(flat, "swiglu_limit", 7.0) if family.clamped_experts else None,
     )
     if not family.corrected_experts:
         return experts
@@ -465,8 +420,8 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
     return dataclasses.replace(
         experts,
         corrected=True,
-        scaling=_number(flat, "routed_scaling_factor", 1.0),
-        shared_width=_size(flat, "n_shared_experts") * experts.width,
+        scaling=read_number(flat, "routed_scaling_factor", 1.0),
+        shared_width=read_size(flat, "n_shared_experts") * experts.width,
         groups=groups,
         chosen_groups=chosen_groups,
     )
@@ -474,10 +429,10 @@ def _experts(flat: Mapping[str, Any], family: Family) -> ExpertsConfig:
 
 def _groups(flat: Mapping[str, Any], experts: ExpertsConfig) -> tuple[int, int]:
     """Read how many groups there are, of two experts or more, and how many a token chooses."""
-    groups = _size(flat, "n_group", 1, most=experts.number // 2)
+    groups = read_size(flat, "n_group", 1, most=experts.number // 2)
     if experts.number % groups:
         raise ValueError(f"n_group must divide n_routed_experts, {experts.number}, got {groups}")
-    chosen = _size(flat, "topk_group", 1, most=groups)
+    chosen = read_size(flat, "topk_group", 1, most=groups)
     within = chosen * experts.number // groups
     if experts.chosen > within:
         raise ValueError(
@@ -492,17 +447,17 @@ def _dense_layers(flat: Mapping[str, Any], family: Family) -> int:
     name = "first_k_dense_replace"
     count, most = flat[name], _MOST_LAYERS
     if type(count) is not int or not 0 <= count <= most:
-        raise ValueError(f"{name} must be an integer from 0 to {most}, got {_shown(count)}")
+        raise ValueError(f"{name} must be an integer from 0 to {most}, got {shown(count)}")
     listed = flat.get(family.expert_layers) if family.expert_layers else None
     if listed is None:
         return count
     valid = isinstance(listed, list | tuple) and set(map(str, listed)) <= {"dense", "sparse"}
     count = list(listed).count("dense") if valid else 0
-    layers = _size(flat, "num_hidden_layers", most=_MOST_LAYERS)
+    layers = read_size(flat, "num_hidden_layers", most=_MOST_LAYERS)
     if not valid or list(listed) != ["dense"] * count + ["sparse"] * (layers - count):
         raise ValueError(
             f"{family.expert_layers} must be a list of {layers} (num_hidden_layers), first 'dense' "
-            f"and then 'sparse', got {_shown(listed)}"
+            f"and then 'sparse', got {shown(listed)}"
         )
     return count
 
@@ -512,7 +467,7 @@ def _dense_layers(flat: Mapping[str, Any], family: Family) -> int:
 
 def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     """Read `layer_types`, or derive it from the interval of full layers."""
-    layers = _size(flat, "num_hidden_layers", most=_MOST_LAYERS)
+    layers = read_size(flat, "num_hidden_layers", most=_MOST_LAYERS)
     kinds = flat.get("layer_types")
     uniform = SLIDING if family.uniform_window and _cuts_rows(flat) else FULL
     slides = bool(family.window_pattern)
@@ -522,10 +477,10 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
         kinds = [uniform] * layers
     elif kinds is None:
         _refuse_windows(flat, layers)
-        interval = _size(flat, "full_attention_interval", 4) if family.linear_layers else 1
+        interval = read_size(flat, "full_attention_interval", 4) if family.linear_layers else 1
         other_kind = LINEAR
         if family.window_pattern:
-            interval = _size(flat, "sliding_window_pattern", family.window_pattern)
+            interval = read_size(flat, "sliding_window_pattern", family.window_pattern)
             other_kind = SLIDING
         kinds = [other_kind if (i + 1) % interval else FULL for i in range(layers)]
         if family.global_heads:
@@ -537,10 +492,10 @@ def _layer_kinds(flat: Mapping[str, Any], family: Family) -> tuple[str, ...]:
     if not valid or len(kinds) != layers:
         raise ValueError(
             f"layer_types must be a list of {layers} (num_hidden_layers) out of {allowed}, "
-            f"got {_shown(kinds)}"
+            f"got {shown(kinds)}"
         )
     if family.global_heads and kinds[-1] != FULL:
-        raise ValueError(f"layer_types must end with {FULL!r}, got {_shown(kinds[-1])}")
+        raise ValueError(f"layer_types must end with {FULL!r}, got {shown(kinds[-1])}")
     return tuple(kinds)
 
 
@@ -556,14 +511,14 @@ def _unrotated_layers(
         if SLIDING not in kinds:  # transformers then rotates no layer, and vLLM all
             raise ValueError(
                 f"sliding_window must be null where no layer of layer_types slides, got "
-                f"{_shown(flat['sliding_window'])}"
+                f"{shown(flat['sliding_window'])}"
             )
         return tuple(i for i, kind in enumerate(kinds) if kind == FULL)
     if family.unrotated_interval is None:
         return ()
     rotated = flat.get("no_rope_layers")
     if rotated is None:
-        interval = _size(flat, "no_rope_layer_interval", family.unrotated_interval)
+        interval = read_size(flat, "no_rope_layer_interval", family.unrotated_interval)
         rotated = [int((i + 1) % interval != 0) for i in range(layers)]
     valid = isinstance(rotated, list | tuple) and all(
         type(value) is int and value in (0, 1) for value in rotated
@@ -571,20 +526,20 @@ def _unrotated_layers(
     if not valid or len(rotated) < layers:
         raise ValueError(
             f"no_rope_layers must be a list of 0 and 1 for each of {layers} layers "
-            f"(num_hidden_layers), got {_shown(rotated)}"
+            f"(num_hidden_layers), got {shown(rotated)}"
         )
     return tuple(i for i in range(layers) if not rotated[i])
 
 
 def _refuse_windows(flat: Mapping[str, Any], layers: int) -> None:
     """Refuse `use_sliding_window`, unless `max_window_layers` leaves no layer with a window."""
-    if not _flag(flat, "use_sliding_window") or flat.get("sliding_window", 4096) is None:
+    if not read_flag(flat, "use_sliding_window") or flat.get("sliding_window", 4096) is None:
         return
     first = flat.get("max_window_layers", 28)
     if type(first) is not int or first < layers:
         raise ValueError(
             f"max_window_layers must be at least num_hidden_layers, {layers}, where "
-            f"use_sliding_window is true, got {_shown(first)}: windows are unsupported"
+            f"use_sliding_window is true, got {shown(first)}: windows are unsupported"
         )
 
 
@@ -592,277 +547,21 @@ def _cuts_rows(flat: Mapping[str, Any]) -> bool:
     """Whether there is a window that the model's longest rows are longer than."""
     if flat.get("sliding_window") is None:
         return False
-    return _size(flat, "sliding_window") < _size(flat, "max_position_embeddings")
+    return read_size(flat, "sliding_window") < read_size(flat, "max_position_embeddings")
 
 
 def _window(flat: Mapping[str, Any], family: Family) -> Window:
     """Read the window of sliding layers, and their rotary base, if they have their own."""
     if family.uniform_window:
-        return Window(_size(flat, "sliding_window"))
+        return Window(read_size(flat, "sliding_window"))
     if not family.rope_by_kind:
-        return Window(_size(flat, "sliding_window", 4096))
+        return Window(read_size(flat, "sliding_window", 4096))
     local = "rope_local_base_freq"
     theta = flat.get(local, 10_000.0) if local in family.sliding_keys else flat.get("rope_theta")
-    rope = {"rope_parameters": _rope_by_kind(flat)[SLIDING]}
+    rope = {"rope_parameters": rope_by_kind(flat)[SLIDING]}
     rope |= {} if theta is None else {"rope_theta": theta}
-    theta = _read_rope(rope, dataclasses.replace(family, rope_types=("default",))).theta
-    return Window(_size(flat, "sliding_window", 4096), theta)
-
-
-# Rotary positions: `rope_theta` alone, with `rope_scaling`, or in `rope_parameters`.
-
-
-_Scaling = RopeScaling | LinearScaling | YarnScaling | LongRopeScaling | ProportionalScaling
-
-
-class _Rope(NamedTuple):
-    """Base of the wavelengths, rotated part of a head, scaling of the wavelengths."""
-
-    theta: float
-    part: float
-    scaling: _Scaling | None
-
-
-def _read_rope(flat: Mapping[str, Any], family: Family) -> _Rope:
-    """Read `rope_scaling`, else `rope_parameters`; top-level keys fill in what is missing."""
-    name = "rope_scaling" if _section(flat, "rope_scaling") else "rope_parameters"
-    top_level = {key: flat[key] for key in ("rope_theta", "partial_rotary_factor") if key in flat}
-    rope = top_level | _section(flat, name)
-    if "rope_type" not in rope and "type" in rope:
-        rope["rope_type"] = rope["type"]
-    kind = _one_of(rope, "rope_type", family.rope_types)
-    required, optional, read_scaling = _SCALINGS[kind]
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *required, *optional}
-    known |= _IMAGE_ROPE if family.linear_layers else set()
-    known |= {_GROWTH, "max_position_embeddings"} if family.query_growth else set()
-    for key in rope.keys() - known:
-        raise ValueError(
-            f"{name} must have no key {key!r} where rope_type is {kind!r}, got {_shown(rope[key])}"
-        )
-    for key in required:
-        if key not in rope:
-            raise ValueError(f"{key} must be given where rope_type is {kind!r}, got none")
-    if kind == "proportional":  # whose part is one of the pairs, not of the head
-        part = 1.0
-    elif family.rotary_part is None:
-        _one_of(rope, "partial_rotary_factor", (1.0, 1, None))
-        part = 1.0
-    else:
-        part = _number(rope, "partial_rotary_factor", family.rotary_part)
-    theta = _number(rope, "rope_theta", 10_000.0)
-    if _ORIGINAL in flat:  # at the top level it counts, as in transformers
-        rope[_ORIGINAL] = flat[_ORIGINAL]
-    # With all other keys, for `_original_length`.
-    return _Rope(theta, part, read_scaling({**flat, **rope, "rope_theta": theta}))
-
-
-def _llama3(rope: Mapping[str, Any]) -> RopeScaling:
-    scaling = RopeScaling(
-        factor=_number(rope, "factor", 1.0),
-        low_frequency=_number(rope, "low_freq_factor", 1.0),
-        high_frequency=_number(rope, "high_freq_factor", 4.0),
-        original_length=_original_length(rope),
-    )
-    if scaling.high_frequency <= scaling.low_frequency:
-        raise ValueError(
-            f"high_freq_factor must be above low_freq_factor, {scaling.low_frequency}, "
-            f"got {scaling.high_frequency}"
-        )
-    return scaling
-
-
-def _original_length(rope: Mapping[str, Any]) -> int:
-    """Read the length before scaling; where there is none, that of the model is taken for it."""
-    return _size(rope, _ORIGINAL if _ORIGINAL in rope else "max_position_embeddings")
-
-
-def _yarn(rope: Mapping[str, Any]) -> YarnScaling:
-    """Read YaRN's keys; the lengths that they leave out are those of the model."""
-    length = _original_length(rope)
-    if rope["factor"] is None:
-        factor = _size(rope, "max_position_embeddings") / length
-    else:
-        factor = _number(rope, "factor", 1.0)
-    betas = {
-        name: default if rope.get(name) is None else _number(rope, name, default)
-        for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
-    }
-    if betas["beta_fast"] < betas["beta_slow"]:
-        raise ValueError(
-            f"beta_fast must be at least beta_slow, {betas['beta_slow']}, got {betas['beta_fast']}"
-        )
-    if rope["rope_theta"] <= 1:
-        raise ValueError(
-            f"rope_theta must be above 1 where rope_type is 'yarn', got {rope['rope_theta']}"
-        )
-    truncate = _flag({"truncate": True, **rope}, "truncate")
-    growth = 0.0
-    if rope.get(_GROWTH) is not None:
-        growth = _number(rope, _GROWTH, 0.0)
-    sharper, logit_factor = _attention_factor(rope, factor), 1.0
-    if rope.get("kv_lora_rank") is not None and rope.get(_ALL):  # only latent attention has it
-        logit_factor = _mscale(factor, _number(rope, _ALL, 1.0)) ** 2
-    return YarnScaling(
-        factor,
-        length,
-        sharper,
-        **betas,
-        truncate=truncate,
-        query_growth=growth,
-        logit_factor=logit_factor,
-    )
-
-
-def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    """Read YaRN's `attention_factor`, or compute it as the paper does."""
-    if rope.get("attention_factor") is not None:
-        return _number(rope, "attention_factor", 1.0)
-    result = _mscale(factor)
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        numerator, denominator = _number(rope, "mscale", 1), _number(rope, "mscale_all_dim", 1)
-        result = _mscale(factor, numerator) / _mscale(factor, denominator)
-    if rope.get("attn_factor") is not None:  # DeepSeek-R1-0528-Qwen3-8B; as vLLM reads it
-        result *= _number(rope, "attn_factor", 1)
-    return result
-
-
-def _mscale(factor: float, scale: float = 1.0) -> float:
-    """Compute the paper's attention factor for a factor on the wavelengths."""
-    return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _mscale_of(factor: float, result: float) -> float:
-    """Undo `_mscale`."""
-    return 10 * (result - 1) / math.log(factor) if factor > 1 else 0.0
-
-
-def _longrope(rope: Mapping[str, Any]) -> LongRopeScaling:
-    """Read LongRoPE's lists; the attention factor follows from the lengths, as in vLLM."""
-
-    def factors(name: str) -> tuple[float, ...]:
-        if not isinstance(rope[name], list | tuple):
-            raise ValueError(f"{name} must be a list of numbers, got {_shown(rope[name])}")
-        return tuple(_number({name: factor}, name, 1.0) for factor in rope[name])
-
-    length = _original_length(rope)
-    if length < 2:
-        raise ValueError(f"{_ORIGINAL} must be at least 2, got {length}")
-    short, long = map(factors, _LONGROPE)
-    return LongRopeScaling(short, long, length, _size(rope, "max_position_embeddings"))
-
-
-def _proportional(rope: Mapping[str, Any]) -> ProportionalScaling:
-    part = _number(rope, "partial_rotary_factor", 1.0)
-    if part > 1:
-        raise ValueError(f"partial_rotary_factor must be at most 1, got {part}")
-    return ProportionalScaling(part)
-
-
-_ReadScaling = Callable[[Mapping[str, Any]], _Scaling | None]
-_SCALINGS: dict[str, tuple[Sequence[str], Sequence[str], _ReadScaling]] = {  # required, optional
-    "default": ((), (), lambda _: None),
-    "linear": (("factor",), (), lambda rope: LinearScaling(_number(rope, "factor", 1.0))),
-    "llama3": (_LLAMA3[:3], (_ORIGINAL,), _llama3),
-    "yarn": (("factor",), _YARN, _yarn),
-    "longrope": (_LONGROPE, (_ORIGINAL,), _longrope),
-    "su": (_LONGROPE, (_ORIGINAL,), _longrope),
-    "proportional": ((), (), _proportional),
-}
-
-
-def _full_layers_rope(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with the rotary settings of full layers at its top level."""
-    full, scaling = _rope_by_kind(flat)[FULL], _section(flat, "rope_scaling")
-    return {**flat, "rope_parameters": full, "rope_scaling": {**full, **scaling} if scaling else {}}
-
-
-def _rope_by_kind(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    by_kind = _section(flat, "rope_parameters")
-    for key in by_kind.keys() - {FULL, SLIDING}:
-        raise ValueError(
-            f"rope_parameters must have the keys {FULL!r} and {SLIDING!r} only, got {_shown(key)}, "
-            "which transformers ignores there: put it below the kind of layers that it is for"
-        )
-    return {kind: _section(by_kind, kind) for kind in (FULL, SLIDING)}
-
-
-# Weights in FP8.
-
-Block = tuple[int | None, int | None]
-
-
-def fp8_block(config: Mapping[str, Any]) -> Block | None:
-    """Read which weights share a scale from the `quantization_config` of a checkpoint in FP8.
-
-    Returns:
-        How many outputs and inputs do, each None for all of them; None without such a key.
-
-    Raises:
-        ValueError: for another method, and for keys and values that are not understood.
-    """
-    name = "quantization_config"
-    owner = config if name in config else _section(config, "text_config")
-    if owner.get(name) is None:
-        return None
-    section = _section(owner, name)
-    try:
-        method = section.pop("quant_method", None)
-        if not isinstance(method, str) or method not in _FP8_KEYS:
-            known = " or ".join(map(repr, _FP8_KEYS))
-            raise ValueError(f"quant_method must be {known}, got {_shown(method)}: unsupported")
-        _check_section(section, _FP8_KEYS[method], method)
-        if method == "fp8":
-            size = section.get("weight_block_size")
-            return (None, None) if size is None else _block_size(section, "weight_block_size")
-        _one_of(_section(section, "sparsity_config"), "format", ("dense",))
-        groups = _section(section, "config_groups")
-        blocks = {_group_block(_section(groups, group)) for group in groups}
-        if len(blocks) != 1:
-            raise ValueError(
-                "config_groups must be groups with one strategy, got "
-                + ("none" if not blocks else f"{len(blocks)} strategies")
-            )
-        return blocks.pop()
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _group_block(group: Mapping[str, Any]) -> Block:
-    """Read a group of compressed-tensors."""
-    _check_section(group, _GROUP_KEYS, "a group")
-    activations = _section(group, "input_activations")
-    _one_of(activations, "num_bits", (8,))
-    _one_of(activations, "type", ("float",))
-    weights = _section(group, "weights")
-    _check_section(weights, _WEIGHT_KEYS, "weights")
-    for name in ("num_bits", "type", "strategy"):
-        if name not in weights:
-            raise ValueError(f"{name} must be given for weights, got none")
-    if weights["strategy"] == "block":
-        return _block_size(weights, "block_structure")
-    return (1 if weights["strategy"] == "channel" else None), None
-
-
-def _block_size(section: Mapping[str, Any], name: str) -> Block:
-    """Read how many outputs and inputs a block has."""
-    value = section.get(name)
-    sizes = tuple(value) if isinstance(value, list | tuple) else ()
-    if len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
-        raise ValueError(f"{name} must be two positive integers, got {_shown(value)}")
-    return sizes
-
-
-def _check_section(
-    section: Mapping[str, Any], known: Mapping[str, tuple[Any, ...] | None], owner: str
-) -> None:
-    for name in section:
-        if name not in known:
-            raise ValueError(f"{name!r} must be a key that {owner} has, got an unknown one")
-        if (values := known[name]) is not None:
-            _one_of(section, name, values)
-
-
-# Values of single keys.
+    theta = read_rope(rope, dataclasses.replace(family, rope_types=("default",))).theta
+    return Window(read_size(flat, "sliding_window", 4096), theta)
 
 
 def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> None:
@@ -874,11 +573,11 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
         read += () if family.normalised else ("norm_topk_prob",)
     read += _WINDOW_KEYS if family.window_keys else ()
     read += family.sliding_keys if family.window_pattern or family.uniform_window else ()
-    read += (_ORIGINAL,) if "longrope" in family.rope_types else ()
+    read += (ORIGINAL,) if "longrope" in family.rope_types else ()
     read += _ADDED_EXPERT_KEYS if family.added_experts else ()
     if family.clamped_experts:
         read += _CLAMPED_EXPERT_KEYS
-        _one_of(_section(config, "quantization_config"), "quant_method", ("mxfp4",))
+        one_of(read_section(config, "quantization_config"), "quant_method", ("mxfp4",))
     else:
         read += ("quantization_config",)
         fp8_block(config)
@@ -895,72 +594,12 @@ def _check_keys(config: Mapping[str, Any], family: Family, model_type: str) -> N
     fixed |= {family.activation_key: (family.activation,)} | dict(family.other_keys)
     for name in config:
         if name in fixed:
-            _one_of(config, name, fixed[name])
+            one_of(config, name, fixed[name])
         elif name not in read and name not in _IGNORED and not _IGNORED_PATTERNS.fullmatch(name):
             raise ValueError(
                 f"{name!r} must be a key that a configuration of {model_type} has, got an unknown "
                 "one: it may change what the model computes; remove it if it does not"
             )
-
-
-def _shown(value: Any) -> str:
-    """Show a value in one short line."""
-    if isinstance(value, int) and value.bit_length() > 128:
-        return f"an integer of {value.bit_length()} bits"
-    return reprlib.repr(value)
-
-
-def _size(
-    config: Mapping[str, Any], name: str, default: int | None = None, *, most: int = _LARGEST_SIZE
-) -> int:
-    """Read a positive integer; without a default the key is required."""
-    value = config.get(name, default)
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(
-            f"{name} must be a positive integer of at most {most}, got {_shown(value)}"
-        )
-    return value
-
-
-def _number(config: Mapping[str, Any], name: str, default: float, *, zero: bool = False) -> float:
-    """Read a positive, finite number; with `zero`, 0 is allowed too."""
-    value = config.get(name, default)
-    is_number = type(value) in (int, float)
-    # Bounds that float32 can hold: the decoder computes with it.
-    if not is_number or not (1e-30 <= value <= 1e30 or (zero and value == 0)):
-        kind = "at least 0" if zero else "positive"
-        raise ValueError(f"{name} must be a finite number, {kind}, got {_shown(value)}")
-    return float(value)
-
-
-def _soft_cap(config: Mapping[str, Any], name: str) -> float | None:
-    """Read the bound of logits; without the key, or with null, there is none."""
-    return None if config.get(name) is None else _number(config, name, 1.0)
-
-
-def _flag(config: Mapping[str, Any], name: str) -> bool:
-    """Read true or false; false is the default."""
-    value = config.get(name, False)
-    if type(value) is not bool:
-        raise ValueError(f"{name} must be true or false, got {_shown(value)}")
-    return value
-
-
-def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Read a JSON object; empty if the key is missing or null."""
-    value = config.get(name)
-    if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"{name} must be a JSON object, got {_shown(value)}")
-    return dict(value or {})
-
-
-def _one_of(config: Mapping[str, Any], name: str, values: tuple[Any, ...]) -> Any:
-    """Read one of a few values; the first is the default."""
-    value = config.get(name, values[0])
-    if not any(type(value) is type(known) and value == known for known in values):
-        listed = " or ".join(repr(known) for known in values)
-        raise ValueError(f"{name} must be {listed}, got {_shown(value)}: unsupported")
-    return value
 
 
 # Writing.
@@ -980,7 +619,7 @@ def export_config(config: DecoderConfig, *, nested: bool, dtype: str) -> dict[st
     original: dict[str, Any] = json.loads(config.original) if config.original else {}
     text = dict(original.get("text_config", original))
     original_rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
-    image_rope = {key: original_rope[key] for key in sorted(_IMAGE_ROPE & original_rope.keys())}
+    image_rope = {key: original_rope[key] for key in sorted(IMAGE_ROPE & original_rope.keys())}
     text.update(_text_entries(config, image_rope), dtype=dtype, torch_dtype=dtype)
     for name in ("auto_map", "quantization_config"):  # code, and a form, that are not written
         text.pop(name, None)
@@ -1000,7 +639,7 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
     attention, delta, experts = config.attention, config.delta_net, config.experts
     family = FAMILIES[config.model_type]
     full = config.attention_of(FULL)
-    rope = {**image_rope, **_rope_entries(full)}
+    rope = {**image_rope, **rope_entries(full)}
     entries: dict[str, Any] = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -1086,9 +725,9 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
         entries["rope_parameters"][SLIDING] = unscaled
     if isinstance(attention.rope_scaling, LongRopeScaling):
         entries["max_position_embeddings"] = attention.rope_scaling.max_length
-        entries[_ORIGINAL] = attention.rope_scaling.original_length
+        entries[ORIGINAL] = attention.rope_scaling.original_length
         # transformers 4 wants these three keys and no other.
-        entries["rope_scaling"] = {"type": "longrope"} | {name: rope[name] for name in _LONGROPE}
+        entries["rope_scaling"] = {"type": "longrope"} | {name: rope[name] for name in LONGROPE}
     if not family.experts:
         entries["intermediate_size"] = config.intermediate_size
     if family.added_experts:
@@ -1138,43 +777,4 @@ def _text_entries(config: DecoderConfig, image_rope: Mapping[str, Any]) -> dict[
             "linear_value_head_dim": delta.value_dim,
             "linear_conv_kernel_dim": delta.kernel,
         }
-    return entries
-
-
-def _rope_entries(attention: AttentionConfig) -> dict[str, Any]:
-    scaling = attention.rope_scaling
-    entries = {"rope_type": "default", "rope_theta": attention.rope_theta}
-    if isinstance(scaling, LinearScaling):
-        entries |= {"rope_type": "linear", "factor": scaling.factor}
-    elif isinstance(scaling, ProportionalScaling):
-        entries |= {"rope_type": "proportional", "partial_rotary_factor": scaling.part}
-    elif isinstance(scaling, LongRopeScaling):
-        lists = (list(scaling.factors), list(scaling.long_factors))
-        entries |= {"rope_type": "longrope", **dict(zip(_LONGROPE, lists, strict=True))}
-        entries[_ORIGINAL] = scaling.original_length
-    elif isinstance(scaling, YarnScaling):
-        entries |= {
-            "rope_type": "yarn",
-            "factor": scaling.factor,
-            "original_max_position_embeddings": scaling.original_length,
-            "attention_factor": scaling.attention_factor,
-            "beta_fast": scaling.beta_fast,
-            "beta_slow": scaling.beta_slow,
-            "truncate": scaling.truncate,
-        }
-        if scaling.query_growth:
-            entries[_GROWTH] = scaling.query_growth
-        usual = _mscale(scaling.factor)
-        if attention.latent is not None:  # for vLLM, and for the factor on logits
-            whole = math.sqrt(scaling.logit_factor)
-            entries |= {
-                "mscale": _mscale_of(scaling.factor, scaling.attention_factor * whole),
-                _ALL: _mscale_of(scaling.factor, whole),
-            }
-        elif scaling.attention_factor != usual:
-            # vLLM reads this ratio and not `attention_factor`; transformers does the reverse.
-            entries["attn_factor"] = scaling.attention_factor / usual
-    elif scaling is not None:
-        values = dataclasses.astuple(scaling)
-        entries |= {"rope_type": "llama3", **dict(zip(_LLAMA3, values, strict=True))}
     return entries
