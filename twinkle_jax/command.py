@@ -129,7 +129,7 @@ def evaluation_settings(options: Any) -> dict[str, Any]:
     if run.evaluation.path is not None:
         is_gsm8k = run.task.partition(":")[0] == "gsm8k"
         task = f"gsm8k:{run.evaluation.path}" if is_gsm8k else run.evaluation.path
-    elif not has_held_out(run.task):
+    if not has_held_out(run.task) and (run.evaluation.path is None or run.task == "examples"):
         task = None  # it was trained on all that the file holds
     return {
         "task": task,

@@ -7,6 +7,7 @@ from twinkle_jax.data.prompts import (
     ArithmeticTask,
     PromptLoader,
     ReasoningGymTask,
+    read_examples,
     read_gsm8k,
     read_jsonl,
 )
@@ -111,6 +112,7 @@ __all__ = [
     "parse_hermes_calls",
     "parse_react_calls",
     "parse_tool_calls",
+    "read_examples",
     "read_gsm8k",
     "read_jsonl",
     "read_rows",

@@ -123,6 +123,46 @@ def read_jsonl(
     return trajectories
 
 
+def read_examples(path: str | Path, *, system: str | None = None) -> list[Trajectory]:
+    r"""Read conversations to learn from, from a file with one JSON object a line.
+
+    A line has one of these forms. Each turn of the assistant is learned:
+
+    - `{"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}`
+    - `{"prompt": "2+2=", "completion": "4"}`, or each a list of messages, as TRL has them
+    - `{"question": "2+2=", "answer": "Two and two.\n#### 4"}`, as GSM8K has it; all of the answer
+      is learned
+
+    A column `tools` is passed to the chat template, as by
+    [`read_jsonl`][twinkle_jax.data.read_jsonl]; other columns are not read.
+
+    Args:
+        path: the file; or a `.parquet` file with such columns.
+        system: a system message for conversations that begin with none; None adds none.
+
+    Returns:
+        A trajectory for each record, whose last message is the assistant's.
+
+    Raises:
+        ValueError: for a line that is not such a record, named by its number, or no lines at all.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "sums.jsonl")
+        >>> _ = path.write_text('{"prompt": "2+2=", "completion": "4"}\n')
+        >>> read_examples(path)[0]["messages"][-1]
+        {'role': 'assistant', 'content': '4'}
+    """
+    trajectories = []
+    for where, record in _records(path):
+        messages = _read_conversation(where, record)
+        trajectory = _trajectory(messages, None, [], system)
+        if tools := _read_tools(record.get("tools")):
+            trajectory["tools"] = tools
+        trajectories.append(trajectory)
+    return trajectories
+
+
 def read_gsm8k(
     path: str | Path, *, system: str | None = None, instruction: str = ""
 ) -> list[Trajectory]:
@@ -295,16 +335,55 @@ def _read_prompt(where: str, record: dict[str, Any]) -> tuple[str, list[Message]
             f"{where} must have a 'prompt' that is not empty, or 'messages' or a 'question', "
             f"got {_keys(record)}"
         )
-    for message in prompt:
+    _check_messages(where, prompt)
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(f"{where} must end before the assistant answers, got {prompt[-1]!r:.80}")
+    return forms[0], prompt
+
+
+def _check_messages(where: str, messages: list[Any], *, calls: bool = False) -> None:
+    """Check roles and texts; with `calls`, tool calls of the assistant may stand for a text."""
+    for message in messages:
         role = message.get("role") if isinstance(message, dict) else None
-        if role not in _ROLES or not isinstance(message.get("content"), str):
+        has_text = role in _ROLES and isinstance(message.get("content"), str)
+        if calls and role == "assistant" and message.get("tool_calls"):
+            has_text |= message.get("content") is None
+        if not has_text:
             raise ValueError(
                 f"{where} must have messages with a role of {', '.join(_ROLES)} and content, "
                 f"got {message!r:.80}"
             )
-    if prompt[-1]["role"] == "assistant":
-        raise ValueError(f"{where} must end before the assistant answers, got {prompt[-1]!r:.80}")
-    return forms[0], prompt
+
+
+def _read_conversation(where: str, record: dict[str, Any]) -> list[Message]:
+    """Return the messages of an example, the last of which is the assistant's."""
+    if record.get("messages") is not None:
+        parts = [record["messages"]]
+    else:
+        by_name = "completion" in record or "prompt" in record
+        names = ("prompt", "completion") if by_name else ("question", "answer")
+        prompt, completion = (record.get(name) for name in names)
+        if isinstance(prompt, str):
+            prompt = [Message(role="user", content=prompt)]
+        if isinstance(completion, str):
+            completion = [Message(role="assistant", content=completion)]
+        parts = [prompt, completion]
+    if not all(isinstance(part, list) and part for part in parts):
+        raise ValueError(
+            f"{where} must have 'messages', a 'prompt' and a 'completion', or a 'question' and an "
+            f"'answer', got {_keys(record)}"
+        )
+    for part in parts:
+        _check_messages(where, part, calls=True)
+    if len(parts) == 2 and any(message["role"] == "assistant" for message in parts[0]):
+        raise ValueError(
+            f"{where} must have no turn of the assistant in 'prompt', since it would be learned, "
+            "too: put the conversation into 'messages'"
+        )
+    messages: list[Message] = [message for part in parts for message in part]
+    if messages[-1]["role"] != "assistant":
+        raise ValueError(f"{where} must end with the assistant's turn, got {messages[-1]!r:.80}")
+    return messages
 
 
 def _read_tools(column: Any) -> list[Tool]:

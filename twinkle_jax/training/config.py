@@ -88,7 +88,8 @@ class UpdateConfig:
         dynamic_sampling: the most rollouts that a step samples until enough prompts have rewards
             that differ (DAPO); 1 trains on the first as it is.
         epochs: passes over each rollout.
-        mini_batches: updates in each pass; prompts are dealt out to them at random.
+        mini_batches: updates in each pass; prompts are dealt out to them at random; auto: 4, or 1
+            with examples.
         micro_batch_tokens: tokens, padding included, whose gradients are computed at once on each
             device; at least as many as the longest row may have; auto: 16,384, or fewer where a
             device has no room for them.
@@ -125,7 +126,7 @@ class UpdateConfig:
     mask_truncated: bool = False
     dynamic_sampling: int = at_least(1, default=1)
     epochs: int = at_least(1, default=1)
-    mini_batches: int = at_least(1, default=4)
+    mini_batches: int = at_least(1, default=AUTO)
     micro_batch_tokens: int = at_least(1, default=AUTO)
     recompute: Literal["auto", "layers", "elementwise", "nothing"] = AUTO
     correction: Literal[
@@ -173,7 +174,8 @@ class OptimizerConfig:
         name: an optimizer of Optax: adamw, adam, sgd, lion, adafactor, muon, ...
         options: arguments of the optimizer, such as b1, b2 and weight_decay; for adamw the defaults
             are Optax's, except b2 0.99 and no weight decay.
-        learning_rate: at its peak; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint.
+        learning_rate: at its peak; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint, 1e-5
+            with examples.
         warmup_steps: steps over which the learning rate rises to its peak; auto: 10, or 0 with an
             Optax schedule that rises to a peak itself.
         schedule: of the learning rate: constant, linear or cosine (from the end of the warmup to 0
@@ -256,6 +258,10 @@ class DistributedConfig:
     connect_timeout: int = at_least(1, default=50)
 
 
+MEASURED = ("accuracy", "reward", "cross_entropy")
+"""What evaluations measure: of problems the first two, of examples the last."""
+
+
 @dataclass(frozen=True)
 class EvaluationConfig:
     """How the policy is evaluated, on problems that it is never trained on.
@@ -307,9 +313,12 @@ class TrainConfig:
             class or function that makes one; trl: or gym: before it for TRL's environment_factory
             or gymnasium's interface; or openenv:URL of a server.
         tools: FILE.py with functions that the policy may call, or FILE.py:NAME of one or a list.
+        examples: a file of conversations to learn from, in place of completions that are sampled
+            and scored (JSON Lines, or .parquet); the task is then only evaluated.
         task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
-            for one in its format), a file of prompts and answers (JSON Lines, or .parquet), or
-            environment, which gives the prompts itself; auto: environment if there is one, else
+            for one in its format), a file of prompts and answers (JSON Lines, or .parquet),
+            environment, which gives the prompts itself, or examples, whose evaluation is the
+            cross-entropy of others; auto: environment or examples if there are any, else
             arithmetic.
         level: difficulty of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, FILE.py:NAME, MODULE:NAME, or the directory or hub id of a
@@ -344,6 +353,7 @@ class TrainConfig:
     model: str | None = None
     environment: str | None = None
     tools: str | None = None
+    examples: str | None = None
     task: str = AUTO
     level: int = 2
     reward: list[str] | str | None = None
@@ -405,6 +415,11 @@ class TrainConfig:
         return self.environment is not None or self.tools is not None
 
     @property
+    def group_size(self) -> int:
+        """Completions or episodes of a prompt; 1 with examples."""
+        return 1 if self.examples is not None else self.rollout.num_samples
+
+    @property
     def rows_each(self) -> int:
         """Rows of a batch for each episode or completion."""
         return self.rollout.rows_each if self.many_turns else 1
@@ -413,7 +428,7 @@ class TrainConfig:
     def longest_row(self) -> int:
         """Maximum number of tokens in a row."""
         rollout = self.rollout
-        if self.many_turns:
+        if self.many_turns or self.examples is not None:
             return rollout.max_episode_tokens
         return rollout.max_prompt_tokens + rollout.max_new_tokens
 
@@ -434,15 +449,18 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
     default_estimator = not update.advantage_options and update.scale is AUTO
     # MaxRL divides by the mean reward, which an environment may have below 0.
     maxrl = small and default_estimator and config.environment is None
+    task = "arithmetic" if config.environment is None else "environment"
+    supervised = config.examples is not None
     return {
         "dtype": dtype,  # of a checkpoint: when the devices are known
-        "task": "arithmetic" if config.environment is None else "environment",
+        "task": "examples" if supervised else task,
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
+        "update.mini_batches": 1 if supervised else 4,
         "update.recompute": "nothing" if small else "auto",
         "mesh.transfers": automatic_transfers(small=small, tensor=config.mesh.tensor),
         "steps": 200 if small else 500,
-        "optimizer.learning_rate": 6e-4 if small else 1e-6,
+        "optimizer.learning_rate": 6e-4 if small else 1e-5 if supervised else 1e-6,
         "optimizer.schedule": "linear" if small else "constant",
         "optimizer.warmup_steps": 0 if rises(config.optimizer.schedule) else 10,
         "update.max_logp_diff": automatic_logp_diff(dtype, overlap=config.server.overlap),
@@ -613,6 +631,7 @@ def _check(config: TrainConfig) -> None:
         raise ValueError("environment must be given for the task environment, got none")
     if config.server.url is not None and config.model is None:
         raise ValueError("model must be the checkpoint that server.url serves, got none")
+    _check_examples(config)
     if config.model is None and config.task not in ("arithmetic", "environment"):
         raise ValueError(f"model must be a checkpoint for the task {config.task}, got none")
     teacher = config.teacher
@@ -642,6 +661,26 @@ def _check(config: TrainConfig) -> None:
     _check_rows(config)
     if estimator.compares_parts:
         check_parts(config, len(config.rewards))
+
+
+def _check_examples(config: TrainConfig) -> None:
+    """Refuse what draws or judges completions where examples take their place."""
+    if config.examples is None:
+        if config.task == "examples":
+            raise ValueError("examples must be given for the task examples, got none")
+        return
+    if config.model is None:
+        raise ValueError("model must be a checkpoint, which learns from examples, got none")
+    for name, value in (
+        ("environment", config.environment),
+        ("tools", config.tools),
+        ("server.url", config.server.url),
+        ("teacher.model", config.teacher.model),
+    ):
+        if value is not None:
+            raise ValueError(
+                f"{name} must be none with examples, of which nothing is sampled, got {value!r}"
+            )
 
 
 def check_parts(config: TrainConfig, rewards: int) -> None:
@@ -711,14 +750,13 @@ def _check_rows(config: TrainConfig) -> None:
                 f"{name}.slots must be a positive multiple of mesh.data times mesh.fsdp, "
                 f"{devices}, got {slots}"
             )
-    rows = rollout.prompts * rollout.num_samples
+    rows, what = rollout.prompts * config.group_size, "rollout.prompts"
+    if config.examples is None:
+        what += " times rollout.num_samples"
     if rows % devices:
-        raise ValueError(
-            "mesh.data times mesh.fsdp must divide rollout.prompts times rollout.num_samples, "
-            f"{rows}, got {devices}"
-        )
-    longest = config.longest_row
-    parts = "max_episode_tokens" if config.many_turns else "max_prompt_tokens + max_new_tokens"
+        raise ValueError(f"mesh.data times mesh.fsdp must divide {what}, {rows}, got {devices}")
+    longest, by_episodes = config.longest_row, config.many_turns or config.examples is not None
+    parts = "max_episode_tokens" if by_episodes else "max_prompt_tokens + max_new_tokens"
     for what, number in (("prompts * num_samples", rows), (parts, longest)):
         check_32_bits(f"rollout.{what}", number)
     if update.micro_batch_tokens < longest:

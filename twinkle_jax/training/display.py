@@ -15,6 +15,7 @@ from twinkle_jax._package import require
 from twinkle_jax.data import Trajectory, message_text
 from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.rollout import Episode
+from twinkle_jax.training.config import MEASURED
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,6 +154,7 @@ _SHOWN = {  # name in metrics.jsonl: what is shown of it
     "environment/turns": "turns {:.1f}",
     "kl": "KL {:.2g}",
     "teacher/kl": "teacher KL {:.3f}",
+    "cross_entropy": "cross-entropy {:.3f}",
     "tokens_per_second": "{:,.0f} tok/s",
 }
 
@@ -207,10 +209,8 @@ class Display:
             self.note(f"step {step}/{self._total}  {shown}".rstrip())
         else:
             self._progress.update(self._task, completed=step, shown=shown)
-        if "eval/accuracy" in metrics:
-            names = ("accuracy", "reward")
-            results = {x: metrics[f"eval/{x}"] for x in names if f"eval/{x}" in metrics}
-            self.held_out(f"after step {step}", results)
+        results = {x: metrics[f"eval/{x}"] for x in MEASURED if f"eval/{x}" in metrics}
+        self.held_out(f"after step {step}", results)
         sentences = explain(metrics)
         for name, sentence in sentences.items():
             if name not in self._explained:
@@ -222,11 +222,15 @@ class Display:
 
         Args:
             when: of the run it was measured.
-            results: `accuracy`, and `reward` if it is known.
+            results: `accuracy`, and `reward` if it is known; or the `cross_entropy` of examples, in
+                nats a token.
         """
-        accuracy, reward = results["accuracy"], results.get("reward")
-        graded = "" if reward in (None, accuracy) else f", mean reward {reward:.3f}"
-        self.note(f"held-out accuracy {when}: {accuracy:.3f}{graded}")
+        if "accuracy" in results:
+            accuracy, reward = results["accuracy"], results.get("reward")
+            graded = "" if reward in (None, accuracy) else f", mean reward {reward:.3f}"
+            self.note(f"held-out accuracy {when}: {accuracy:.3f}{graded}")
+        if "cross_entropy" in results:
+            self.note(f"held-out cross-entropy {when}: {results['cross_entropy']:.3f}")
 
     def samples(
         self,
@@ -328,12 +332,17 @@ class Display:
             directory: of the run.
         """
         time = f"{summary['steps']} steps in {summary['seconds']:.0f} s"
-        before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
-        if before is not None and after is not None:
-            self.note(f"held-out accuracy {before:.3f} before, {after:.3f} after {time}")
-            rewards = summary.get("reward_before"), summary.get("reward_after")
-            if None not in rewards and rewards != (before, after):
-                self.note("held-out mean reward {:.3f} before, {:.3f} after".format(*rewards))
+        both: dict[str, str] = {}
+        for name in MEASURED:
+            before, after = summary.get(f"{name}_before"), summary.get(f"{name}_after")
+            if before is not None and after is not None:
+                both[name] = f"{before:.3f} before, {after:.3f} after"
+        if "accuracy" in both:
+            self.note(f"held-out accuracy {both['accuracy']} {time}")
+            if both.get("reward", both["accuracy"]) != both["accuracy"]:
+                self.note(f"held-out mean reward {both['reward']}")
+        elif "cross_entropy" in both:
+            self.note(f"held-out cross-entropy {both['cross_entropy']} {time}")
         else:
             self.note(time)
         files = ", metrics.jsonl and curves.png" if summary["steps"] else " and metrics.jsonl"
@@ -410,6 +419,8 @@ _PANELS = (
     ),
     _Panel("KL divergence from the reference policy", "kl"),
     _Panel("KL divergence from the teacher, nats a token", "teacher/kl"),
+    _Panel("cross-entropy of examples, nats a token", "cross_entropy"),
+    _Panel("held-out cross-entropy, nats a token", "eval/cross_entropy", colour=_ORANGE),
     _Panel("entropy, nats a token", "entropy"),
     _Panel("norm of the gradient", "grad_norm", colour=_GREY),
 )

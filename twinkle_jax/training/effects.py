@@ -40,9 +40,9 @@ _CONDITIONS = (
         "rollout.max_failed rollout.max_observation",
     ),
     _Condition(
-        "an environment or tools",
+        "an environment, tools or examples",
         # A resumed run may have longer prompts, and keeps the length that followed from them.
-        lambda config: config.many_turns or config.resume != "never",
+        lambda config: config.many_turns or config.examples is not None or config.resume != "never",
         "rollout.max_episode_tokens",
     ),
     _Condition(
@@ -141,6 +141,26 @@ _CONDITIONS = (
         "a teacher.reward_weight above 0, or no teacher",
         lambda config: config.compares_rewards or config.update.advantage in ("grpo", "maxrl"),
         "update.advantage",
+    ),
+    _Condition(
+        "completions that are sampled, without examples",
+        lambda config: config.examples is None,
+        "rollout.num_samples rollout.temperature update.advantage_options update.scale "
+        "update.loss update.loss_options update.epsilon update.epsilon_high update.kl_beta "
+        "update.mask_truncated update.dynamic_sampling update.correction update.correction_cap "
+        "update.replay_routing update.on_mismatch update.max_outside_band",
+    ),
+    _Condition(
+        "completions that are sampled, without examples",
+        lambda config: config.examples is None or config.update.advantage in ("grpo", "maxrl"),
+        "update.advantage",
+    ),
+    _Condition(
+        "a task whose problems are completed, such as gsm8k",
+        lambda config: config.task != "examples",
+        "reward reward_weights reward_timeout "
+        "rollout.slots rollout.repetition_penalty rollout.top_k rollout.top_p rollout.min_p "
+        "evaluation.pass_k evaluation.reward evaluation.slots",
     ),
     _Condition("the arithmetic task", lambda config: config.task == "arithmetic", "level"),
     _Condition(

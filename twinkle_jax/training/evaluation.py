@@ -6,11 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
-from twinkle_jax.data import PromptBatch, Trajectory
+from twinkle_jax.data import IGNORE, PromptBatch, Trajectory
+from twinkle_jax.data.template import Template
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction, compute_rewards
 from twinkle_jax.rollout import (
@@ -27,7 +30,9 @@ from twinkle_jax.rollout.single_turn import score_texts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.training.config import TrainConfig
+from twinkle_jax.training.examples import example_rows
 from twinkle_jax.training.policy import Policy
+from twinkle_jax.training.step import Recipe, on_all_devices, score
 from twinkle_jax.training.task import Task
 
 _Rewards = np.ndarray[Any, Any]
@@ -163,6 +168,24 @@ def evaluate_episodes(
     return results
 
 
+def held_out_cross_entropy(recipe: Recipe, template: Template, params: Params, task: Task) -> float:
+    """Compute the mean of -log p over the tokens of the assistant in held-out examples, in nats."""
+    multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
+    batch, lengths = example_rows(template, task.held_out, multiple=multiple)
+    batch = on_all_devices(batch, recipe.mesh)
+    logps = score(recipe, params, batch, lengths).logps
+    return float(hosts.read_if_spread(_mean_cross_entropy(logps, batch.labels)))
+
+
+@jax.jit
+def _mean_cross_entropy(
+    logps: Float[Array, "rows time"], labels: Int[Array, "rows time"]
+) -> Float[Array, ""]:
+    kept = labels != IGNORE
+    total = jnp.sum(jnp.where(kept, logps, 0), dtype=jnp.float32)
+    return -total / jnp.maximum(jnp.sum(kept, dtype=jnp.float32), 1)
+
+
 def _in_batches(
     score: Callable[[PromptBatch, jax.Array], _Rewards],
     prompts: Sequence[Trajectory],
@@ -207,12 +230,20 @@ def held_out(
     *,
     engine: Engine | None = None,
     params: Params | None = None,
+    recipe: Recipe | None = None,
     mesh: Any = None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Evaluate a policy, or its current parameters, on the task's held-out problems."""
+    """Evaluate a policy, or its current parameters, on the task's held-out problems.
+
+    The cross-entropy of examples needs the recipe of the run.
+    """
     if not task.held_out:
         return {}
+    if config.task == "examples":
+        assert recipe is not None
+        scored = policy.params if params is None else params
+        return {"cross_entropy": held_out_cross_entropy(recipe, policy.template, scored, task)}
     reward = task.judge or task.reward
     settings = replace(config.rollout, slots=config.evaluation.slots or config.rollout.slots)
     if engine is None:

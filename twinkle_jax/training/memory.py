@@ -162,7 +162,9 @@ def _sampling_memory(policy: _Sampled, config: TrainConfig, rollout: RolloutConf
             max_new_tokens=rollout.max_new_tokens,
             **options,
         )
-    longest = config.longest_row - rollout.max_new_tokens
+    longest = rollout.max_prompt_tokens
+    if config.many_turns:
+        longest = rollout.max_episode_tokens - rollout.max_new_tokens
     samples = 1 if config.many_turns else rollout.num_samples  # each episode is a prompt
     return generate_memory(
         policy.params,
@@ -223,6 +225,9 @@ def fit(
     def counted(count: Callable[[Recipe, TrainState], int]) -> Callable[[TrainConfig], int]:
         return lambda config: count(recipe._replace(config=config), state)
 
+    def fitted_evaluation(config: TrainConfig) -> TrainConfig:
+        return _fit_evaluation(config, counted(evaluation_memory), limit, note)
+
     if config.update.recompute == "auto":  # fewer operations rather than more tokens at once
         config = with_setting(config, "update.recompute", "elementwise")
         if counted(update_memory)(config) > limit:
@@ -234,13 +239,13 @@ def fit(
     config = choose(config, "update.micro_batch_tokens", budgets, counted(update_memory), user_set)
     if config.server.url is not None:  # it samples, with memory of its own
         return config
+    if config.examples is not None:  # only evaluations sample
+        return fitted_evaluation(config) if evaluates else config
     shards = config.mesh.data * config.mesh.fsdp
     rows, slots = config.rollout.prompts * config.rollout.num_samples, config.rollout.slots
     fewer = _fewer_slots(slots, rows, shards)
     config = choose(config, "rollout.slots", fewer, counted(rollout_memory), slots is not None)
-    if not evaluates:
-        return config
-    return _fit_evaluation(config, counted(evaluation_memory), limit, note)
+    return fitted_evaluation(config) if evaluates else config
 
 
 def fit_evaluation(
@@ -344,19 +349,20 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     tokens = config.update.micro_batch_tokens
     width = line_width(longest, tokens, multiple=multiple) if several else time
     lines = max(tokens // width, 1) * shards
-    samples = config.rollout.prompts * config.rollout.num_samples
+    samples = config.rollout.prompts * config.group_size
     rows = samples * config.rows_each // config.update.mini_batches
 
     def struct(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     integers, floats = struct((rows, time), jnp.int32), struct((rows, time), jnp.float32)
+    sampled = None if config.examples is not None else floats
     routing = replayed_routing(config, recipe.decoder)
     batch = Batch(
         tokens=integers,
         labels=integers,
-        advantages=floats,
-        old_logps=floats,
+        advantages=sampled,
+        old_logps=sampled,
         ref_logps=None if recipe.reference is None else floats,
         routing=None
         if routing is None

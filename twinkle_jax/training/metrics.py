@@ -44,7 +44,12 @@ def mismatch_metrics(mismatch: SamplerMismatch) -> dict[str, Float[Array, ""]]:
 def rollout_metrics(
     drawn: Sequence[Rollout], config: TrainConfig, started: float
 ) -> dict[str, float]:
-    """Metrics of all rollouts of a step, sampled since `started` (`time.perf_counter`)."""
+    """Metrics of all rollouts of a step, sampled since `started` (`time.perf_counter`).
+
+    Examples have lengths alone: the tokens that are learned.
+    """
+    if config.examples is not None:
+        return _length_metrics(drawn[0].lengths, started)
     samples = config.rollout.num_samples
     rewards = np.concatenate([r.scores for r in drawn]).astype(np.float64)
     lengths = np.concatenate([r.lengths for r in drawn])
@@ -65,13 +70,8 @@ def rollout_metrics(
         deviations = deviations if len(deviations) else np.zeros(1)
     if not len(rewards):
         return episode_metrics(episodes)
-    metrics = {
-        "completions/mean_length": float(lengths.mean()),
-        "completions/min_length": float(lengths.min()),
-        "completions/max_length": float(lengths.max()),
-        "completions/clipped_ratio": float(truncated.mean()),
-        "time/sample": time.perf_counter() - started,
-    }
+    metrics = _length_metrics(lengths, started)
+    metrics["completions/clipped_ratio"] = float(truncated.mean())
     if not np.isnan(rewards).all():  # of completions that have one
         metrics |= {
             "reward": float(rewards.mean()),
@@ -88,6 +88,15 @@ def rollout_metrics(
             # as `reward_std`: 0 for one reward, which has no deviation
             metrics[f"rewards/{name}/std"] = float(scores.std(ddof=min(scores.size - 1, 1)))
     return metrics | (episode_metrics(episodes) if episodes else {})
+
+
+def _length_metrics(lengths: np.ndarray[Any, Any], started: float) -> dict[str, float]:
+    return {
+        "completions/mean_length": float(lengths.mean()),
+        "completions/min_length": float(lengths.min()),
+        "completions/max_length": float(lengths.max()),
+        "time/sample": time.perf_counter() - started,
+    }
 
 
 class Learnt(NamedTuple):

@@ -11,15 +11,11 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from twinkle_jax.data import (
-    Batch,
-    Message,
     Template,
     Tokenizer,
     Trajectory,
     small_tokenizer,
-    user_data_get,
 )
-from twinkle_jax.data.batch import make_batch
 from twinkle_jax.loss import CrossEntropyLoss
 from twinkle_jax.model import (
     Decoder,
@@ -46,6 +42,7 @@ from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.rollout import hosts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training.by_name import make_optimizer
+from twinkle_jax.training.examples import example_rows
 from twinkle_jax.training.gradient import grad_step
 from twinkle_jax.training.progress import holds_run, started_in
 from twinkle_jax.training.state import apply_gradients, begin_training
@@ -364,7 +361,7 @@ def warm_start(
     state = begin_training(policy.params, optimizer, mesh)
     for step in range(min(settings.steps, -(-len(examples) // settings.rows))):
         start = step * settings.rows
-        batch = example_batch(policy.template, examples[start : start + settings.rows])
+        batch, _ = example_rows(policy.template, examples[start : start + settings.rows])
         state, _ = grad_step(state, batch, policy.config, CrossEntropyLoss())
         rate = settings.learning_rate * min(1.0, (step + 1) / 20)
         state, _ = apply_gradients(state, optimizer, learning_rate=rate, max_grad_norm=1.0)
@@ -374,16 +371,3 @@ def warm_start(
             if reached >= settings.accuracy:
                 break
     return policy._replace(params=jax.tree.map(jnp.copy, state.params))
-
-
-def example_batch(template: Template, examples: Sequence[Trajectory]) -> Batch:
-    """Make a batch of prompts with answers, with labels on the assistant's tokens."""
-    conversations = []
-    for example in examples:
-        messages = list(example["messages"])
-        if not any(message["role"] == "assistant" for message in messages):
-            truth = str(user_data_get(example.get("user_data"), "ground_truth"))
-            messages.append(Message(role="assistant", content=truth))
-        conversations.append({"messages": messages})
-    rows: list[Any] = template.batch_encode(conversations)
-    return make_batch(rows, {}, rows=len(rows))

@@ -26,6 +26,7 @@ from twinkle_jax.reward.reward import REWARDS
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints, read_facts
 from twinkle_jax.training.config import (
+    MEASURED,
     TrainConfig,
     check_resumable,
     file_in,
@@ -47,7 +48,8 @@ class Totals:
         seconds: total time of the steps.
         accuracy_before: held-out accuracy before the first step; None if it was not measured.
         reward_before: mean held-out reward then; None as well.
-        held_out: fingerprint of the problems that these two are of.
+        cross_entropy_before: of held-out examples then; None as well.
+        held_out: fingerprint of the problems that these three are of; None if none was measured.
         metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
             to these steps.
         unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
@@ -58,6 +60,7 @@ class Totals:
     seconds: float = 0.0
     accuracy_before: float | None = None
     reward_before: float | None = None
+    cross_entropy_before: float | None = None
     metrics_offset: int = 0
     unwritten: str | None = None
     held_out: str | None = None
@@ -143,8 +146,8 @@ def restore(
         held_out: fingerprint of the held-out problems.
 
     Returns:
-        The progress of the run, and its reference policy. Its `accuracy_before` is None if the
-        held-out problems, or what judges them, are others than before.
+        The progress of the run, and its reference policy. What was measured before the first step
+        is None if the held-out problems, or what judges them, are others than before.
 
     Raises:
         ValueError: if a setting, the data or the frozen parameters are not those of the run; the
@@ -164,7 +167,8 @@ def restore(
         for name in ("problems", "path", "reward")
     )
     if not is_judged_alike or totals.held_out not in (None, held_out):
-        totals = dataclasses.replace(totals, accuracy_before=None, reward_before=None)
+        unknown: dict[str, Any] = dict.fromkeys(f"{name}_before" for name in MEASURED)
+        totals = dataclasses.replace(totals, held_out=None, **unknown)
     progress = Progress(arrays["state"], arrays["key"], step, totals, facts["data"])
     return progress, arrays.get("reference", reference)
 
@@ -530,8 +534,8 @@ def run_to_resume(resume: str, directory: Path) -> Path | None:
     raise ValueError(f"resume must be auto, never or the directory of a run, got {source}")
 
 
-_WITH_FILES = ("model", "environment", "tools", "task", "reward", "path")
-_WITHOUT_FILES = ("arithmetic", "environment", *REWARDS)
+_WITH_FILES = ("model", "environment", "tools", "examples", "task", "reward", "path")
+_WITHOUT_FILES = ("arithmetic", "environment", "examples", *REWARDS)
 
 
 def saved_settings(source: Path) -> dict[str, Any]:
@@ -674,6 +678,7 @@ def _check_may_be_emptied(config: TrainConfig, directory: Path, source: Path | N
     needed = [
         ("model", config.model),
         ("teacher.model", config.teacher.model),
+        ("examples", config.examples),
         ("task", config.task),
         ("resume", source),
         ("evaluation.path", config.evaluation.path),

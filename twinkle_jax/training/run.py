@@ -21,6 +21,7 @@ from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
+    MEASURED,
     TeacherConfig,
     TrainConfig,
     check_learning_rates,
@@ -99,8 +100,9 @@ def train(
 
     Returns:
         What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
-        `reward_after`, `steps`, `seconds`, `step_time`, and `interrupted`: whether a signal ended
-        the run early, which then writes no `summary.json`.
+        `reward_after`, `cross_entropy_before`, `cross_entropy_after`, `steps`, `seconds`,
+        `step_time`, and `interrupted`: whether a signal ended the run early, which then writes no
+        `summary.json`.
 
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task; or if
@@ -370,7 +372,7 @@ def _write_metrics(
         if _evaluates_after(run, progress.step):
             results = held_out(
                 run.config, run.task, run.policy,
-                engine=run.engine, params=progress.state.params, check=check,
+                engine=run.engine, params=progress.state.params, recipe=run.recipe, check=check,
             )  # fmt: skip
             metrics |= {f"eval/{name}": value for name, value in results.items()}
             progress = progress._replace(held_out=results)
@@ -395,7 +397,8 @@ def _show_and_save(
     check: Callable[[], None],
 ) -> None:
     config, step = run.config, progress.step
-    if config.logging.samples_every and step % config.logging.samples_every == 0:
+    due = config.logging.samples_every and step % config.logging.samples_every == 0
+    if due and config.examples is None:
         assert rollout.advantages is not None
         rewards, advantages = rollout.scores.tolist(), rollout.advantages.tolist()
         if rollout.episodes is not None:
@@ -443,10 +446,8 @@ def summarize(progress: Progress, *, interrupted: bool) -> dict[str, Any]:
     """Summarize a run, without its final evaluation."""
     totals = progress.totals
     return {
-        "accuracy_before": totals.accuracy_before,
-        "accuracy_after": None,
-        "reward_before": totals.reward_before,
-        "reward_after": None,
+        **{f"{name}_before": getattr(totals, f"{name}_before") for name in MEASURED},
+        **dict.fromkeys(f"{name}_after" for name in MEASURED),
         "steps": progress.step,
         "seconds": round(totals.seconds, 3),
         "step_time": round(totals.seconds / max(progress.step, 1), 4),
@@ -462,9 +463,10 @@ def finish(
     params, results = progress.state.params, progress.held_out
     if results is None:
         results = held_out(
-            run.config, run.task, run.policy, engine=run.engine, params=params, check=check
-        )
-    after = {f"{name}_after": results.get(name) for name in ("accuracy", "reward")}
+            run.config, run.task, run.policy,
+            engine=run.engine, params=params, recipe=run.recipe, check=check,
+        )  # fmt: skip
+    after = {f"{name}_after": results.get(name) for name in MEASURED}
     summary = summarize(progress, interrupted=False) | after
     save_policy(run.policy._replace(params=params), directory / "policy")
 

@@ -19,6 +19,7 @@ from twinkle_jax.data import (
 )
 from twinkle_jax.data.prompts import GeneratedPrompts, prompts_fingerprint
 from twinkle_jax.data.settings import AUTO
+from twinkle_jax.loss import CrossEntropyLoss
 from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model.decoder.lora import adapted_kernels
 from twinkle_jax.model.decoder.sharding import place_params
@@ -38,6 +39,7 @@ from twinkle_jax.sampler import ServerError
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
+    MEASURED,
     TrainConfig,
     check_parts,
     lora_names,
@@ -49,6 +51,7 @@ from twinkle_jax.training.config import (
 from twinkle_jax.training.display import Display
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
+from twinkle_jax.training.examples import ExampleSource, check_examples
 from twinkle_jax.training.hosts import code_hashes, fingerprint
 from twinkle_jax.training.memory import device_bytes, device_memory, fit
 from twinkle_jax.training.policy import (
@@ -135,8 +138,12 @@ def begin(
     policy = with_adapter(config, policy, directory, source, mesh)
     if not config.many_turns and not isinstance(task.train, GeneratedPrompts):
         if len(task.train) > _ENCODED_AT_ONCE:
-            display.note(f"checking the lengths of {len(task.train):,} prompts")
+            kind = "prompts" if config.examples is None else "examples"
+            display.note(f"checking the lengths of {len(task.train):,} {kind}")
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
+    if config.examples is not None:
+        count, steps = len(task.train), -(-len(task.train) // config.rollout.prompts)
+        display.note(f"{count:,} examples: a pass over them takes {steps:,} steps")
     engine = make_engine(config, policy, mesh, note=display.note)
     if source is None:
         _check_server(config, engine)
@@ -156,14 +163,13 @@ def begin(
     state = begin_training(policy.params, recipe.optimizer, mesh)
     others = sum(device_bytes(shapes_of(model.params)) for model in task.reward_models())
     resumed = source is not None
-    recipe = _fit_devices(
-        recipe, state, display, others=others, resumed=resumed, evaluates=bool(task.held_out)
-    )
+    samples = bool(task.held_out) and config.task != "examples"  # in evaluations
+    recipe = _fit_devices(recipe, state, display, others=others, resumed=resumed, evaluates=samples)
     if recipe.config != config and not resumed:
         _write_config(recipe.config, directory)
     config = recipe.config
     if not resumed:
-        totals = _judge_first(totals, config, task, policy, engine, display)
+        totals = _judge_first(totals, recipe, task, policy, engine, display)
     progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     base = fingerprint_of_base(policy)
@@ -182,8 +188,8 @@ def begin(
         display.note(f"resuming after step {progress.step} of {source}")
         for option in changed_code(source, code_hashes(config)):
             display.note(f"warning: the file of {option} has changed since that step")
-        if task.held_out and progress.totals.accuracy_before is None:
-            progress = _with_accuracy_before(progress, config, task, policy, engine, display)
+        if task.held_out and progress.totals.held_out is None:
+            progress = _judge_before(progress, recipe, task, policy, engine, display)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
         ahead = NextRollout(recipe.source, engine, config.rollout)
@@ -214,40 +220,39 @@ def _check_server(config: TrainConfig, engine: Engine) -> None:
 
 def _judge_first(
     totals: Totals,
-    config: TrainConfig,
+    recipe: Recipe,
     task: Task,
     policy: Policy,
     engine: Engine,
     display: Display,
 ) -> Totals:
-    """Measure accuracy and mean reward before the first step."""
-    results = held_out(config, task, policy, engine=engine)
-    before, reward = results.get("accuracy"), results.get("reward")
-    if before is not None:
-        display.held_out("before the first step", results)
-    problems = None if before is None else prompts_fingerprint(task.held_out)
-    return dataclasses.replace(
-        totals, accuracy_before=before, reward_before=reward, held_out=problems
-    )
+    """Evaluate the policy before the first step."""
+    results = held_out(recipe.config, task, policy, engine=engine, recipe=recipe)
+    display.held_out("before the first step", results)
+    before: dict[str, Any] = {f"{name}_before": results.get(name) for name in MEASURED}
+    known = any(value is not None for value in before.values())
+    problems = prompts_fingerprint(task.held_out) if known else None
+    return dataclasses.replace(totals, held_out=problems, **before)
 
 
-def _with_accuracy_before(
+def _judge_before(
     progress: Progress,
-    config: TrainConfig,
+    recipe: Recipe,
     task: Task,
     policy: Policy,
     engine: Engine,
     display: Display,
 ) -> Progress:
-    """Measure the accuracy before the first step of a resumed run, if none is done yet."""
+    """Evaluate the policy of a resumed run before its first step, if none is done yet."""
     if progress.step:
+        measured = "cross_entropy" if recipe.config.task == "examples" else "accuracy"
         display.note(
-            "accuracy_before is not known: settings or problems of the evaluation have changed "
+            f"{measured}_before is not known: settings or problems of the evaluation have changed "
             "since the first step"
         )
         return progress
     restored = policy._replace(params=progress.state.params)
-    totals = _judge_first(progress.totals, config, task, restored, engine, display)
+    totals = _judge_first(progress.totals, recipe, task, restored, engine, display)
     return progress._replace(totals=totals)
 
 
@@ -279,7 +284,16 @@ def _has_tools(config: TrainConfig, task: Task) -> bool:
 def _check_lengths(config: TrainConfig, task: Task, policy: Policy) -> None:
     """Refuse prompts that are too long, which a run would otherwise find after hours."""
     longest = config.rollout.max_prompt_tokens
-    for called, prompts in (("prompts", task.train), ("held-out prompts", task.held_out)):
+    to_complete = [("prompts", task.train), ("held-out prompts", task.held_out)]
+    if config.examples is not None:
+        files = {"examples": task.train}
+        if config.task == "examples":
+            files["evaluation.path"] = to_complete.pop()[1]
+        del to_complete[0]
+        for argument, examples in files.items():
+            longest_example = config.rollout.max_episode_tokens
+            check_examples(policy.template, examples, longest=longest_example, argument=argument)
+    for called, prompts in to_complete:
         for start in range(0, len(prompts), _ENCODED_AT_ONCE):
             part = prompts[start : start + _ENCODED_AT_ONCE]
             prompt_ids(policy.template, part, longest=longest, first=start, called=called)
@@ -346,7 +360,7 @@ def _fit_devices(
         display: shows what is chosen.
         others: bytes per device of other models.
         resumed: whether the run goes on from a checkpoint.
-        evaluates: whether it has held-out problems.
+        evaluates: whether it completes held-out problems.
     """
     memory = recipe.config.mesh.memory
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))
@@ -439,8 +453,8 @@ def make_recipe(
     Args:
         config: of the run.
         policy: before training; its parameters are copied if a reference policy is needed.
-        reward: of trajectories and ground truths; may be None with an environment, or with a
-            teacher alone.
+        reward: of trajectories and ground truths; may be None with an environment, with a teacher
+            alone, or with examples.
         environment: makes environments; None: the policy completes prompts.
         engine: draws completions; None: as the configuration says.
         mesh: devices; None for one.
@@ -465,13 +479,16 @@ def make_recipe(
     if estimator.compares_parts and reward is not None:
         check_parts(config, len(reward.rewards) if isinstance(reward, WeightedReward) else 1)
     engine = engine or make_engine(config, policy, mesh)
+    multiple = 1 if mesh is None else mesh.shape["tensor"]
     options: dict[str, Any] = {
         "reward_timeout": config.reward_timeout,
         "mask_truncated": update.mask_truncated,
-        "width_multiple": 1 if mesh is None else mesh.shape["tensor"],
+        "width_multiple": multiple,
     }
     source: RolloutSource
-    if environment is not None:
+    if config.examples is not None:
+        source = ExampleSource(policy.template, config.rollout, multiple)
+    elif environment is not None:
         source = MultiTurn(
             engine, environment, config.rollout, reward, discount=update.discount, **options
         )
@@ -484,7 +501,7 @@ def make_recipe(
         policy.config,
         policy.frozen,
         source,
-        make_loss(config),
+        make_loss(config) if config.examples is None else CrossEntropyLoss(),
         run_optimizer(config),
         estimator,
         reference,

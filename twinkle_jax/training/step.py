@@ -15,7 +15,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
 from twinkle_jax.data.batch import batch_width
-from twinkle_jax.loss import PolicyLoss, SamplerMismatch, sampler_mismatch
+from twinkle_jax.loss import (
+    CrossEntropyLoss,
+    PolicyLoss,
+    SamplerMismatch,
+    sampler_mismatch,
+)
 from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
 from twinkle_jax.model.decoder.lora import RATE, walk
 from twinkle_jax.model.decoder.sharding import ROWS
@@ -54,7 +59,7 @@ class Recipe(NamedTuple):
         config: all settings.
         decoder: the architecture; static.
         frozen: parameters that the trained ones are merged over; None if all are trained.
-        source: samples and scores trajectories.
+        source: samples and scores trajectories, or lays examples out.
         loss: with the coefficients of the run.
         optimizer: with learning rate 1.
         estimator: of advantages.
@@ -68,7 +73,7 @@ class Recipe(NamedTuple):
     decoder: DecoderConfig
     frozen: Params | None
     source: RolloutSource
-    loss: PolicyLoss
+    loss: PolicyLoss | CrossEntropyLoss
     optimizer: optax.GradientTransformation
     estimator: Estimator
     reference: Params | None = None
@@ -96,8 +101,12 @@ def collect(
         check: called before and after scoring; may raise to end the step.
 
     Returns:
-        The rollout to learn from, with advantages, and all rollouts that were sampled.
+        The rollout to learn from, with advantages, and all rollouts that were sampled. With
+        `examples`, these are the rollout, without advantages.
     """
+    if recipe.config.examples is not None:  # there is nothing to compare
+        examples = recipe.source.score(recipe.source.sample(params, next_prompts(), key))
+        return examples, [examples]
     rollout, update = recipe.config.rollout, recipe.config.update
 
     def draw(number: int) -> Rollout:
@@ -350,11 +359,13 @@ def train_step(
     batch = on_all_devices(rollout.batch, recipe.mesh)  # a few numbers a token: cheap to replicate
     if recipe.reference is not None and batch.ref_logps is None:
         batch = _with_reference(recipe, batch, lengths)
-    facts = rollout_facts(batch, rollout.teacher_logps)
+    sampled = batch.old_logps is not None  # not so with examples
+    facts = rollout_facts(batch, rollout.teacher_logps) if sampled else {}
     mismatch = None
     corrected, recorded = update.correction != "none", update.replay_routing == "trainer"
     noisy = _dropout_key(recipe) is not None  # updates compute with dropout
-    if corrected or recorded or noisy or (compare_all and update.mini_batches > 1):
+    several = compare_all and update.mini_batches > 1
+    if sampled and (corrected or recorded or noisy or several):
         scores = score(recipe, state.params, batch, lengths, with_routing=recorded)
         mismatch = compare(scores.logps, batch)
         if corrected:  # policy ratios use trainer log-probabilities only; the loss weighs tokens
@@ -377,6 +388,8 @@ def train_step(
     facts, learnt, _ = jax.device_get((facts, learnt, rollout.advantages))
     metrics = {name: float(value) for name, value in facts.items()}
     metrics |= update_metrics(learnt) | {"learning_rate": learning_rate}
+    if not sampled:
+        metrics["cross_entropy"] = metrics["loss"]
     problem = describe_mismatch(metrics, recipe.config)
     if problem is not None and update.on_mismatch == "stop":
         rows = len(batch.tokens) if batch.rows is None else int(np.sum(batch.rows))
@@ -526,7 +539,7 @@ def score(
 
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:
     """Deal prompts to mini-batches at random, depending on the seed alone."""
-    group = config.rollout.num_samples * config.rows_each
+    group = config.group_size * config.rows_each
     if rows % (group * config.update.mini_batches):
         raise ValueError(
             "batch must have a multiple of the rows of a prompt times update.mini_batches, "

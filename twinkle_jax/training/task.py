@@ -12,6 +12,7 @@ from twinkle_jax.data import (
     ArithmeticTask,
     Message,
     Trajectory,
+    read_examples,
     read_gsm8k,
     read_jsonl,
     user_data_get,
@@ -51,10 +52,10 @@ class Task(NamedTuple):
     """What a policy is trained on.
 
     Attributes:
-        train: prompts with their ground truths.
-        held_out: prompts that are never trained on; empty where there are none.
+        train: prompts with their ground truths; or examples, which end with the answer.
+        held_out: prompts or examples that are never trained on; empty where there are none.
         reward: of trajectories and ground truths; None: the environment's alone, or none where a
-            teacher judges prompts without answers.
+            teacher judges prompts without answers, or examples are learned.
         judge: the reward of evaluations; None: `reward`.
         environment: makes environments; None: the policy completes prompts.
     """
@@ -95,8 +96,8 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
     """Find the task that a configuration names.
 
     Args:
-        config: of the run; `task`, `environment`, `tools`, `level`, `reward`, `system`, `seed` and
-            `evaluation` are read.
+        config: of the run; `task`, `examples`, `environment`, `tools`, `level`, `reward`, `system`,
+            `seed` and `evaluation` are read.
         reward: in place of the one that the configuration names.
 
     Returns:
@@ -118,6 +119,10 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
                 config.rollout.environment_timeout, config.rollout.process_megabytes
             ),
         )
+    if config.task == "examples":
+        if reward is not None:
+            raise ValueError("reward must be none for the task examples, got one")
+        return Task(_find_examples(config), _find_examples(config, held_out=True), None)
     train, held_out, fitting = _find_prompts(config)
     models: dict[str, RewardModel] = {}  # by name: the judge is often the same
     find = partial(_find_reward, config, models)
@@ -142,6 +147,8 @@ def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task
     ):
         if len(prompts):
             _check_reward(argument, prompts, scored_by, adds_columns=config.many_turns)
+    if config.examples is not None:
+        train = _find_examples(config)
     return Task(train, held_out, reward, judge, environment)
 
 
@@ -193,6 +200,17 @@ def _answered(prompts: Sequence[Trajectory]) -> bool:
     return user_data_get(prompts[0]["user_data"], "ground_truth") is not None
 
 
+def _find_examples(config: TrainConfig, *, held_out: bool = False) -> list[Trajectory]:
+    name, file = "examples", config.examples
+    if held_out:
+        name, file = "evaluation.path", config.evaluation.path
+    if file is None:
+        return []
+    _check_file(name, "a file", file)
+    examples = read_examples(Path(file).expanduser(), system=config.system)
+    return examples[: config.evaluation.problems] if held_out else examples
+
+
 def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[Trajectory], str]:
     """Find prompts to train on, prompts to evaluate on, and the name of the reward that fits."""
     count = config.evaluation.problems
@@ -218,13 +236,16 @@ def _find_prompts(config: TrainConfig) -> tuple[Sequence[Trajectory], Sequence[T
         ("evaluation.path", "a file", held_out_files),
     ):
         for file in paths:
-            if not Path(file).expanduser().is_file():
-                is_directory = Path(file).expanduser().is_dir()
-                problem = "is a directory" if is_directory else "was not found"
-                raise ValueError(f"{name} must be {choices}, got {file!r}, which {problem}")
+            _check_file(name, choices, file)
 
     def read_all(paths: Sequence[str]) -> list[Trajectory]:
         expanded = [Path(path).expanduser() for path in paths]
         return [prompt for path in expanded for prompt in read(path, system=config.system)]
 
     return read_all(files), read_all(held_out_files)[:count], "gsm8k" if gsm8k else "math"
+
+
+def _check_file(name: str, choices: str, file: str) -> None:
+    if not Path(file).expanduser().is_file():
+        problem = "is a directory" if Path(file).expanduser().is_dir() else "was not found"
+        raise ValueError(f"{name} must be {choices}, got {file!r}, which {problem}")

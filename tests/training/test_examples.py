@@ -1,0 +1,302 @@
+"""Supervised learning in a run: examples of a file take the place of completions."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.training import small_run
+from tests.training.joined_runs import run_joined
+from tests.training.options import config_of
+from tests.training.test_hosts import assert_same_metrics
+from twinkle_jax.data import IGNORE, PromptBatch, Template, small_tokenizer
+from twinkle_jax.model import hidden_states, make_mesh, output_logits
+from twinkle_jax.model.decoder.sharding import place_params
+from twinkle_jax.training import (
+    EvaluationConfig,
+    LoggingConfig,
+    LoraSettings,
+    MeshConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    TrainConfig,
+    UpdateConfig,
+    begin_training,
+    collect,
+    load_policy,
+    make_recipe,
+    small_policy,
+    train,
+    train_step,
+)
+from twinkle_jax.training.examples import check_examples, example_rows
+from twinkle_jax.training.memory import fit, update_memory
+from twinkle_jax.training.task import make_task
+
+POLICY = small_policy(0)
+USER, ASSISTANT = "user", "assistant"
+
+
+def conversation(*texts):
+    """Turns of the user and of the assistant, one after the other."""
+    roles = (USER, ASSISTANT)
+    return {"messages": [{"role": roles[i % 2], "content": x} for i, x in enumerate(texts)]}
+
+
+EXAMPLES = [
+    conversation("1+2=", "3"),
+    conversation("10*10=", "100"),
+    conversation("2+2=", "4", "4*4=", "16"),
+    conversation("1+1+1+1+1+1+1+1+1+1=", "10"),
+]
+
+
+def learning(mesh=None, **update):
+    config = TrainConfig(
+        model="m",
+        examples="x.jsonl",
+        rollout=RolloutConfig(prompts=4, max_episode_tokens=64),
+        update=UpdateConfig(**{"micro_batch_tokens": 64} | update),
+        optimizer=OptimizerConfig(name="sgd", max_grad_norm=1e9),
+        mesh=MeshConfig() if mesh is None else MeshConfig(fsdp=2, tensor=2),
+    )
+    return make_recipe(config, POLICY, None, mesh=mesh)
+
+
+def learnt(recipe, examples=EXAMPLES, params=POLICY.params):
+    """Take one step of gradient descent with a rate of 1."""
+    params = jax.tree.map(jnp.copy, params)
+    state = begin_training(params, recipe.optimizer, recipe.mesh)
+    rollout, drawn = collect(recipe, params, lambda: PromptBatch(examples), jax.random.key(0))
+    assert drawn == [rollout]
+    return train_step(state, recipe, rollout, learning_rate=1.0, seed=(0, 0))
+
+
+def cross_entropy(params, examples=EXAMPLES, policy=POLICY):
+    """From all logits of each row by itself: tokens of the assistant's turns, and their ends."""
+    total, count = 0.0, 0
+    for example in examples:
+        row = policy.template.encode(example)
+        tokens, labels = (jnp.asarray(row[name])[None] for name in ("input_ids", "labels"))
+        logits = output_logits(params, policy.config, hidden_states(params, policy.config, tokens))
+        kept = labels[0] != IGNORE
+        rows = jax.nn.log_softmax(logits[0])[jnp.flatnonzero(kept)]
+        total -= jnp.sum(jnp.take_along_axis(rows, labels[0][kept][:, None], axis=1))
+        count += int(kept.sum())
+    return total / count
+
+
+def test_a_step_descends_the_cross_entropy_of_all_tokens_of_the_assistant():
+    """Rows of different lengths are packed, and cut into micro-batches of a few."""
+    value, gradient = jax.value_and_grad(cross_entropy)(POLICY.params)
+    state, metrics = learnt(learning(micro_batch_tokens=64))
+    assert metrics["loss"] == metrics["cross_entropy"] == pytest.approx(float(value), rel=1e-5)
+    moved = jax.tree.map(lambda old, new: old - new, POLICY.params, state.params)
+    for expected, found in zip(*map(jax.tree.leaves, (gradient, moved)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-6)
+    lengths = [len(POLICY.template.encode(x)["input_ids"]) for x in EXAMPLES]
+    assert sum(lengths) > 64  # more than one micro-batch
+
+
+def test_each_turn_of_the_assistant_is_learned():
+    batch, lengths = example_rows(POLICY.template, EXAMPLES)
+    end = POLICY.tokenizer.eos_token_id
+    for example, labels, tokens, length in zip(
+        EXAMPLES, batch.labels, batch.tokens, lengths, strict=True
+    ):
+        said = [x["content"] for x in example["messages"] if x["role"] == ASSISTANT]
+        expected = [token for text in said for token in [*POLICY.tokenizer.encode(text), end]]
+        assert labels[labels != IGNORE].tolist() == expected
+        assert tokens[:length].tolist() == POLICY.template.encode(example)["input_ids"].tolist()
+
+
+@pytest.mark.slow
+def test_several_updates_of_a_step_share_its_examples():
+    """Of four examples in two mini-batches, the second update has the parameters of the first."""
+    recipe = learning(mini_batches=2)
+    state, metrics = learnt(recipe)
+    assert state.step == 2
+    assert metrics["cross_entropy"] != pytest.approx(float(cross_entropy(POLICY.params)), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_devices_share_the_examples():
+    mesh = make_mesh(fsdp=2, tensor=2)
+    params = place_params(POLICY.params, mesh)
+    expected, metrics = learnt(learning())
+    state, on_mesh = learnt(learning(mesh), params=params)
+    assert on_mesh["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
+    for x, y in zip(*map(jax.tree.leaves, (expected.params, state.params)), strict=True):
+        np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_is_that_of_updates_alone():
+    """Nothing is sampled, so no slots are chosen."""
+    recipe, notes = learning(), []
+    state = begin_training(POLICY.params, recipe.optimizer, None)
+    needed = update_memory(recipe, state)
+    chosen = fit(recipe, state, needed, notes.append)
+    assert chosen.update.micro_batch_tokens == 64 and chosen.rollout == recipe.config.rollout
+    assert [note.split()[0] for note in notes] == ["update.recompute", "update.micro_batch_tokens"]
+
+
+# Runs.
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("examples")
+    small_run.make_files(folder)
+    sums = [(a, b) for a in range(4) for b in range(4)]
+    lines = [json.dumps({"prompt": f"{a}+{b}=", "completion": str(a + b)}) for a, b in sums]
+    (folder / "examples.jsonl").write_text("\n".join(lines[:12]))
+    (folder / "others.jsonl").write_text("\n".join(lines[12:]))
+    return folder
+
+
+def config(files, directory, **changes):
+    settings = {
+        "model": str(files / "model"),
+        "examples": str(files / "examples.jsonl"),
+        "output_dir": str(files / directory),
+        "steps": 6,
+        "rollout": RolloutConfig(prompts=8, max_episode_tokens=64),
+        "update": UpdateConfig(micro_batch_tokens=64),
+        "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+        "evaluation": EvaluationConfig(every=3, path=str(files / "others.jsonl")),
+        "logging": LoggingConfig(checkpoint_every=3, samples_every=1),
+    }
+    return TrainConfig(**(settings | changes))
+
+
+def metrics(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_learns_from_a_file_and_is_judged_by_another(files, capsys):
+    summary = train(config(files, "run"))
+    rows = metrics(files / "run")
+    assert [row["loss"] for row in rows] == [row["cross_entropy"] for row in rows]
+    assert rows[-1]["cross_entropy"] < 0.8 * rows[0]["cross_entropy"]
+    assert rows[0]["completions/max_length"] == 2  # a digit, and the end of the turn
+    assert rows[0]["num_tokens"] == 16 and not any("reward" in row for row in rows)
+    policy = load_policy(str(files / "run" / "policy"))
+    others = make_task(config(files, "run")).held_out
+    after = float(cross_entropy(policy.params, others, policy))
+    assert summary["cross_entropy_after"] == pytest.approx(after, rel=1e-5)
+    assert summary["cross_entropy_after"] < summary["cross_entropy_before"]
+    assert rows[-1]["eval/cross_entropy"] == summary["cross_entropy_after"]
+    assert summary["accuracy_before"] is summary["accuracy_after"] is None
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "12 examples: a pass over them takes 2 steps" in shown
+    before = summary["cross_entropy_before"]
+    assert f"held-out cross-entropy before the first step: {before:.3f}" in shown
+    assert f"held-out cross-entropy {before:.3f} before, {after:.3f} after 6 steps" in shown
+    assert (files / "run" / "curves.png").stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files):
+    train(config(files, "whole"))
+    train(config(files, "parts", steps=3))
+    summary = train(config(files, "parts", resume="auto"))
+    assert_same_metrics(files / "parts", files / "whole")
+    trained = [files / name / "policy" / "model.safetensors" for name in ("whole", "parts")]
+    assert trained[0].read_bytes() == trained[1].read_bytes()
+    assert summary["cross_entropy_before"] is not None
+    others = files / "examples.jsonl"
+    again = config(
+        files, "parts", steps=7, resume="auto", evaluation=EvaluationConfig(path=str(others))
+    )
+    assert train(again)["cross_entropy_before"] is None  # of other examples
+    with pytest.raises(ValueError, match=r"^examples "):
+        train(config(files, "parts", steps=8, resume="auto", examples=str(files / "others.jsonl")))
+
+
+@pytest.mark.slow
+def test_adapters_learn_and_problems_are_completed_to_evaluate(files):
+    """Of a task with a reward, of which the run sees no prompt in training."""
+    held_out = EvaluationConfig(every=0, path=str(files / "held_out.jsonl"), problems=4)
+    summary = train(
+        config(
+            files,
+            "adapters",
+            task=str(files / "task.jsonl"),
+            reward="exact",
+            lora=LoraSettings(rank=2),
+            evaluation=held_out,
+        )
+    )
+    assert summary["accuracy_after"] is not None and summary["cross_entropy_after"] is None
+    assert (files / "adapters" / "policy" / "adapter_model.safetensors").is_file()
+    rows = metrics(files / "adapters")
+    assert rows[-1]["cross_entropy"] < rows[0]["cross_entropy"]
+
+
+@pytest.mark.exhaustive
+def test_two_processes_share_the_examples(files):
+    options = {"mesh": MeshConfig(fsdp=8)}
+    train(config(files, "one", **options))
+    run_joined(files, config(files, "two", **options))
+    assert_same_metrics(files / "two", files / "one")
+
+
+# What is refused.
+
+MODEL = {"model": "m", "examples": "x.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"task": "examples"}, "examples"),
+        ({"examples": "x.jsonl"}, "model"),
+        ({**MODEL, "environment": "x.py:X"}, "environment"),
+        ({**MODEL, "tools": "x.py"}, "tools"),
+        ({**MODEL, "server.url": "http://localhost:8000"}, "server.url"),
+        ({**MODEL, "teacher.model": "t"}, "teacher.model"),
+        ({**MODEL, "rollout.prompts": 3, "mesh.fsdp": 2}, "mesh.data times mesh.fsdp"),
+        ({**MODEL, "rollout.prompts": 3, "update.mini_batches": 2}, "update.mini_batches"),
+        ({**MODEL, "update.micro_batch_tokens": 8}, "update.micro_batch_tokens"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_go_together(options, name):
+    with pytest.raises(ValueError, match=rf"^{name} must "):
+        config_of(options)
+
+
+def test_long_examples_are_refused_before_the_first_step(files):
+    short = config(files, "refused", rollout=RolloutConfig(prompts=8, max_episode_tokens=4))
+    with pytest.raises(ValueError, match=r"^rollout\.max_episode_tokens .* 1 of examples$"):
+        train(short)
+
+
+def test_examples_without_tokens_to_learn_are_refused():
+    """A chat template may leave out what the assistant says."""
+    silent = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    template = Template(small_tokenizer("0123456789+="), chat_template=silent)
+    with pytest.raises(ValueError, match=r"^evaluation\.path must have .* example 1$"):
+        check_examples(template, EXAMPLES[:1], longest=64, argument="evaluation.path")
+
+
+def test_files_of_examples_are_named_by_their_options(files):
+    with pytest.raises(ValueError, match=r"^examples must be a file, got .* was not found"):
+        make_task(config(files, "refused", examples=str(files / "none.jsonl")))
+    missing = EvaluationConfig(path=str(files))
+    with pytest.raises(ValueError, match=r"^evaluation\.path must be a file, .* is a directory"):
+        make_task(config(files, "refused", evaluation=missing))
+    with pytest.raises(ValueError, match=r"^reward must be none"):
+        make_task(config(files, "refused"), lambda trajectories, truths: [])
+
+
+def test_no_run_deletes_its_examples(files):
+    train(config(files, "twice", steps=0))
+    inside = files / "twice" / "examples.jsonl"
+    inside.write_text((files / "examples.jsonl").read_text())
+    with pytest.raises(FileExistsError, match=r"must not hold examples"):
+        train(config(files, "twice", steps=0, examples=str(inside), overwrite=True))
