@@ -9,7 +9,14 @@ import sys
 import numpy as np
 import pytest
 
-from twinkle_jax.data import ArithmeticTask, PromptLoader, ReasoningGymTask, read_gsm8k, read_jsonl
+from twinkle_jax.data import (
+    ArithmeticTask,
+    PromptLoader,
+    ReasoningGymTask,
+    read_examples,
+    read_gsm8k,
+    read_jsonl,
+)
 from twinkle_jax.reward import ExactMatchReward
 
 OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
@@ -159,6 +166,59 @@ def test_forms_that_data_sets_have(tmp_path):
         [("ground_truth", "-2,1"), ("solution", "b")],
         [("ground_truth", "-1234567.5"), ("solution", "b")],
     ]
+
+
+def test_forms_of_examples(tmp_path):
+    """All end with the assistant's turn; other columns are not read."""
+    user, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    result = {"role": "tool", "content": "4"}
+    tool = {"type": "function", "function": {"name": "f"}}
+    path = _write(
+        tmp_path / "data.jsonl",
+        {"messages": [user, turn], "prompt": "a", "level": 1},
+        {"messages": [user, turn, user, turn]},
+        {"prompt": "a", "completion": "b", "messages": None},
+        {"prompt": [user], "completion": [turn], "question": "x", "answer": 4},
+        {"prompt": [user], "completion": "b"},
+        {"question": "a", "answer": "b", "prompt": None, "completion": None},
+        {"messages": [user, call, result, turn], "tools": [tool]},
+    )
+    once = [user, turn]
+    examples = read_examples(path)
+    assert [example["messages"] for example in examples] == [
+        once, [*once, *once], once, once, once, once, [user, call, result, turn]
+    ]  # fmt: skip
+    assert [example["user_data"] for example in examples] == [[]] * 7
+    assert [example.get("tools") for example in examples] == [None] * 6 + [[tool]]
+    system = {"role": "system", "content": "s"}
+    assert read_examples(path, system="s")[0]["messages"] == [system, *once]
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ("{", "JSON"),
+        ({"messages": []}, "'messages'"),
+        ({"messages": "a"}, "'messages'"),
+        ({"prompt": "a"}, "'completion'"),
+        ({"completion": "a"}, "'prompt'"),
+        ({"prompt": "a", "answer": "b"}, "'completion'"),
+        ({"question": "a", "answer": 4}, "'answer'"),
+        ({"prompt": "a", "completion": []}, "'completion'"),
+        ({"messages": [{"role": "me", "content": "a"}]}, "messages with a role"),
+        ({"messages": [{"role": "user", "content": None, "tool_calls": [1]}]}, "content"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "content"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "end with the assistant"),
+        ({"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "end with the assist"),
+        ({"prompt": [{"role": "assistant", "content": "b"}], "completion": "c"}, "'prompt'"),
+        ({"messages": [{"role": "user", "content": "a"}], "completion": "b"}, "got both"),
+    ],
+)
+def test_a_bad_example_is_named(record, name, tmp_path):
+    path = _write(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"}, "", record)
+    with pytest.raises(ValueError, match=rf"data.jsonl, line 3: record 2 .*{name}"):
+        read_examples(path)
 
 
 def test_files_without_answers(tmp_path):

@@ -8,6 +8,7 @@ from tests.training.options import config_of
 from twinkle_jax.training import train
 from twinkle_jax.training.effects import check_effects
 
+LEARNS = {"model": "m", "examples": "x.jsonl"}
 WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"lora.alpha": 32.0},
     {"lora.dropout": 0.1},
@@ -59,6 +60,22 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"teacher.model": "t", "update.scale": "batch"},
     {"teacher.model": "t", "reward": ["exact", "math"], "reward_weights": [1.0, 2.0]},
     {"environment": "x.py:X", "teacher.model": "t", "update.discount": 0.9},
+    {**LEARNS, "rollout.num_samples": 4},
+    {**LEARNS, "rollout.temperature": 0.7},
+    {**LEARNS, "update.loss": "gspo"},
+    {**LEARNS, "update.epsilon": 0.1},
+    {**LEARNS, "update.kl_beta": 0.1},
+    {**LEARNS, "update.advantage": "rloo"},
+    {**LEARNS, "update.correction": "token_mask"},
+    {**LEARNS, "update.replay_routing": "sampler"},
+    {**LEARNS, "update.on_mismatch": "warn"},
+    {**LEARNS, "reward": "exact"},
+    {**LEARNS, "rollout.top_p": 0.9},
+    {**LEARNS, "rollout.slots": 8},
+    {**LEARNS, "evaluation.every": 5},
+    {**LEARNS, "evaluation.path": "y.jsonl", "evaluation.pass_k": 2},
+    {**LEARNS, "evaluation.path": "y.jsonl", "evaluation.reward": "math"},
+    {**LEARNS, "warm_start": 0.5},
 ]
 
 
@@ -111,6 +128,18 @@ WITH_EFFECT = [
         "evaluation.pass_k": 2,
     },
     {"model": "m", "task": "x.jsonl", "evaluation.every": 0},
+    {
+        **LEARNS,
+        "dtype": "bfloat16",
+        "evaluation.path": "y.jsonl",
+        "evaluation.every": 5,
+        "rollout.prompts": 32,
+        "rollout.max_episode_tokens": 99,
+        "update.mini_batches": 4,
+        "update.epochs": 2,
+        "lora.rank": 4,
+    },
+    {**LEARNS, **LENGTHS, "task": "gsm8k", "reward": "math", "evaluation.pass_k": 2},
     {"environment": "x.py:X", "warm_start": 0.0},
     {"model": "m", "task": "gsm8k", "evaluation.pass_k": 2, "evaluation.reward": "math"},
     {"model": "m", "level": 5, "update.loss": "cispo", "update.epsilon": 0.1},

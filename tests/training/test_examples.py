@@ -11,6 +11,7 @@ from tests.training import small_run
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
 from tests.training.test_hosts import assert_same_metrics
+from twinkle_jax.command import main
 from twinkle_jax.data import IGNORE, PromptBatch, Template, small_tokenizer
 from twinkle_jax.model import hidden_states, make_mesh, output_logits
 from twinkle_jax.model.decoder.sharding import place_params
@@ -233,6 +234,21 @@ def test_adapters_learn_and_problems_are_completed_to_evaluate(files):
     assert (files / "adapters" / "policy" / "adapter_model.safetensors").is_file()
     rows = metrics(files / "adapters")
     assert rows[-1]["cross_entropy"] < rows[0]["cross_entropy"]
+
+
+@pytest.mark.slow
+def test_the_command_evaluates_and_exports_such_a_run(files, capsys):
+    """On a task, since it has no problems of its own."""
+    run = str(files / "commanded")
+    train(config(files, "commanded", steps=1))
+    assert main(["evaluate", "--model", run]) != 0
+    assert "task must be given" in capsys.readouterr().err
+    problems = ["--task", str(files / "task.jsonl"), "--reward", "exact"]
+    assert main(["evaluate", "--model", run, *problems]) == 0
+    assert "accuracy" in capsys.readouterr().out
+    assert main(["export", run, str(files / "exported")]) == 0
+    exported = files / "exported" / "model.safetensors"
+    assert exported.read_bytes() == (files / "commanded/policy/model.safetensors").read_bytes()
 
 
 @pytest.mark.exhaustive

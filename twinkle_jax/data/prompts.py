@@ -358,10 +358,13 @@ def _check_messages(where: str, messages: list[Any], *, calls: bool = False) -> 
 def _read_conversation(where: str, record: dict[str, Any]) -> list[Message]:
     """Return the messages of an example, the last of which is the assistant's."""
     if record.get("messages") is not None:
-        parts = [record["messages"]]
+        if record.get("completion") is not None:
+            raise ValueError(f"{where} must have 'messages' or a 'completion', got both")
+        parts = [record["messages"]]  # a 'prompt' beside them is their beginning
     else:
-        by_name = "completion" in record or "prompt" in record
-        names = ("prompt", "completion") if by_name else ("question", "answer")
+        names = ("prompt", "completion")
+        if all(record.get(name) is None for name in names):
+            names = ("question", "answer")
         prompt, completion = (record.get(name) for name in names)
         if isinstance(prompt, str):
             prompt = [Message(role="user", content=prompt)]
