@@ -26,6 +26,7 @@ from twinkle_jax.training import (
     UpdateConfig,
     begin_training,
     collect,
+    evaluation,
     load_policy,
     make_recipe,
     small_policy,
@@ -176,7 +177,9 @@ def metrics(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_learns_from_a_file_and_is_judged_by_another(files, capsys):
+def test_a_run_learns_from_a_file_and_is_judged_by_another(files, capsys, monkeypatch):
+    """By four examples, in batches of three."""
+    monkeypatch.setattr(evaluation, "BATCH", 3)
     summary = train(config(files, "run"))
     rows = metrics(files / "run")
     assert [row["loss"] for row in rows] == [row["cross_entropy"] for row in rows]

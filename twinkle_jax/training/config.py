@@ -679,7 +679,7 @@ def _check_examples(config: TrainConfig) -> None:
     ):
         if value is not None:
             raise ValueError(
-                f"{name} must be none with examples, of which nothing is sampled, got {value!r}"
+                f"{name} must be none with examples, since nothing is sampled, got {value!r}"
             )
 
 

@@ -37,7 +37,7 @@ from twinkle_jax.training.task import Task
 
 _Rewards = np.ndarray[Any, Any]
 BATCH = 256
-"""Problems that are sampled together."""
+"""Problems that are sampled together, or examples that are scored."""
 
 
 def evaluate(
@@ -168,22 +168,32 @@ def evaluate_episodes(
     return results
 
 
-def held_out_cross_entropy(recipe: Recipe, template: Template, params: Params, task: Task) -> float:
-    """Compute the mean of -log p over the tokens of the assistant in held-out examples, in nats."""
+def evaluate_examples(
+    recipe: Recipe,
+    template: Template,
+    params: Params,
+    examples: Sequence[Trajectory],
+    *,
+    check: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """Compute the mean of -log p over the tokens of the assistant, in nats: `cross_entropy`."""
     multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
-    batch, lengths = example_rows(template, task.held_out, multiple=multiple)
-    batch = on_all_devices(batch, recipe.mesh)
-    logps = score(recipe, params, batch, lengths).logps
-    return float(hosts.read_if_spread(_mean_cross_entropy(logps, batch.labels)))
+    total, tokens = 0.0, 0
+    for start in range(0, len(examples), BATCH):
+        hosts.together("evaluating", check)
+        batch, lengths = example_rows(template, examples[start : start + BATCH], multiple=multiple)
+        tokens += int(np.sum(np.asarray(batch.labels) != IGNORE))
+        batch = on_all_devices(batch, recipe.mesh)
+        scores = score(recipe, params, batch, lengths)
+        total -= float(hosts.read_if_spread(_sum_of_logps(scores.logps, batch.labels)))
+    return {"cross_entropy": total / tokens}
 
 
 @jax.jit
-def _mean_cross_entropy(
+def _sum_of_logps(
     logps: Float[Array, "rows time"], labels: Int[Array, "rows time"]
 ) -> Float[Array, ""]:
-    kept = labels != IGNORE
-    total = jnp.sum(jnp.where(kept, logps, 0), dtype=jnp.float32)
-    return -total / jnp.maximum(jnp.sum(kept, dtype=jnp.float32), 1)
+    return jnp.sum(jnp.where(labels != IGNORE, logps, 0), dtype=jnp.float32)
 
 
 def _in_batches(
@@ -243,7 +253,7 @@ def held_out(
     if config.task == "examples":
         assert recipe is not None
         scored = policy.params if params is None else params
-        return {"cross_entropy": held_out_cross_entropy(recipe, policy.template, scored, task)}
+        return evaluate_examples(recipe, policy.template, scored, task.held_out, check=check)
     reward = task.judge or task.reward
     settings = replace(config.rollout, slots=config.evaluation.slots or config.rollout.slots)
     if engine is None:
