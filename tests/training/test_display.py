@@ -192,6 +192,10 @@ def test_a_terminal_without_unicode():
         ({"accuracy_before": 0.25, "accuracy_after": 0.9375},
          "held-out accuracy 0.250 before, 0.938 after 40 steps in 12 s"),
         ({"accuracy_before": None, "accuracy_after": None}, "40 steps in 12 s"),
+        ({"accuracy_before": None, "accuracy_after": 0.5}, "40 steps in 12 s"),
+        ({"cross_entropy_before": 3.0, "cross_entropy_after": 2.0},
+         "held-out cross-entropy 3.000 before, 2.000 after 40 steps in 12 s"),
+        ({"cross_entropy_before": None, "cross_entropy_after": 2.0}, "40 steps in 12 s"),
     ],
 )  # fmt: skip
 def test_the_end(tmp_path, summary, line):
@@ -307,10 +311,10 @@ def drawn(tmp_path, monkeypatch):
 
     monkeypatch.setattr(matplotlib.figure, "Figure", Kept)
 
-    def draw(rows, rest="", **accuracies):
+    def draw(rows, rest="", **ends):
         path = tmp_path / "metrics.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows) + rest)
-        draw_curves(path, tmp_path / "curves.png", **accuracies)
+        draw_curves(path, tmp_path / "curves.png", **ends)
         content = (tmp_path / "curves.png").read_bytes()
         assert content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 5000
         return {ax.get_title("left").split("  ")[0]: ax for ax in figures[-1].axes}
@@ -344,10 +348,14 @@ def test_all_that_there_is_and_no_more(drawn):
         assert (edges.min(), edges.max()) == (low, high)
     assert {ax.get_xlim() for ax in axes.values()} == {(1 - 0.09, 4 + 0.09)}
     assert axes["norm of the gradient"].get_yscale() == "linear"
-    axes = drawn([{"step": 1}, {"step": 2}], accuracy_before=0.25, accuracy_after=0.5)
-    np.testing.assert_array_equal(
-        axes["held-out accuracy"].lines[0].get_xydata(), [[0, 0.25], [2, 0.5]]
-    )
+    before = {"accuracy": 0.25, "cross_entropy": 3.0, "reward": None}
+    after = {"accuracy": 0.5, "cross_entropy": 2.0, "reward": None}
+    axes = drawn([{"step": 1}, {"step": 2, "reward": 1.0}], before=before, after=after)
+    curves = {"held-out accuracy": [0.25, 0.5], "held-out cross-entropy, nats a token": [3, 2]}
+    for title, (first, last) in curves.items():
+        ends = [[0, first], [2, last]]
+        np.testing.assert_array_equal(axes[title].lines[0].get_xydata(), ends)
+    np.testing.assert_array_equal(axes["reward"].lines[0].get_xydata(), [[2, 1]])
     more = drawn([{"step": 1, "reward": 1.0, "kl": 0.1, "entropy": 0.2}])
     assert list(more) == ["reward", "KL divergence from the reference policy",
                           "entropy, nats a token"]  # fmt: skip

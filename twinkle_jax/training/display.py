@@ -6,6 +6,7 @@ import os
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -412,6 +413,8 @@ class _Panel(NamedTuple):
 _PANELS = (
     _Panel("reward  (band: ± standard deviation in a group)", "reward", spread="reward_std"),
     _Panel("held-out accuracy", "eval/accuracy", colour=_ORANGE),
+    _Panel("cross-entropy of examples, nats a token", "cross_entropy"),
+    _Panel("held-out cross-entropy, nats a token", "eval/cross_entropy", colour=_ORANGE),
     _Panel(
         "tokens of a completion  (band: shortest to longest)",
         "completions/mean_length",
@@ -419,8 +422,6 @@ _PANELS = (
     ),
     _Panel("KL divergence from the reference policy", "kl"),
     _Panel("KL divergence from the teacher, nats a token", "teacher/kl"),
-    _Panel("cross-entropy of examples, nats a token", "cross_entropy"),
-    _Panel("held-out cross-entropy, nats a token", "eval/cross_entropy", colour=_ORANGE),
     _Panel("entropy, nats a token", "entropy"),
     _Panel("norm of the gradient", "grad_norm", colour=_GREY),
 )
@@ -430,10 +431,10 @@ def draw_curves(
     metrics: str | os.PathLike[str],
     picture: str | os.PathLike[str],
     *,
-    accuracy_before: float | None = None,
-    accuracy_after: float | None = None,
+    before: Mapping[str, float | None] = MappingProxyType({}),
+    after: Mapping[str, float | None] = MappingProxyType({}),
 ) -> None:
-    """Plot reward, held-out accuracy, length, KL, entropy and gradient norm against the step.
+    """Plot reward, held-out accuracy, cross-entropy, length, KL, entropy and gradient norm against the step.
 
     Panels without values are left out. With more than 60 steps, a moving average is drawn over the
     pale line of single steps.
@@ -441,8 +442,8 @@ def draw_curves(
     Args:
         metrics: path of `metrics.jsonl`.
         picture: path of the PNG to write.
-        accuracy_before: held-out accuracy before the first step, where its curve begins.
-        accuracy_after: held-out accuracy after the last step, where its curve ends.
+        before: held-out results before the first step, `accuracy` and others, where curves begin.
+        after: held-out results after the last step, where they end.
 
     Raises:
         ImportError: if matplotlib is not installed; it names the extra.
@@ -452,10 +453,14 @@ def draw_curves(
     from matplotlib.figure import Figure
 
     rows = _read(Path(metrics))
-    if rows and accuracy_before is not None:
-        rows = [{"step": 0, "eval/accuracy": accuracy_before}, *rows]
-    if rows and accuracy_after is not None:
-        rows[-1] = rows[-1] | {"eval/accuracy": accuracy_after}
+    first, last = (
+        {f"eval/{name}": x for name, x in results.items() if x is not None}
+        for results in (before, after)
+    )
+    if rows and first:
+        rows = [{"step": 0, **first}, *rows]
+    if rows:
+        rows[-1] = rows[-1] | last
     steps = np.asarray([row["step"] for row in rows], float)
     panels = [panel for panel in _PANELS if np.isfinite(_column(rows, panel.name)).any()]
     if not panels:

@@ -475,8 +475,8 @@ def finish(
             draw_curves(
                 directory / "metrics.jsonl",
                 directory / "curves.png",
-                accuracy_before=summary["accuracy_before"],
-                accuracy_after=summary["accuracy_after"],
+                before={name: summary[f"{name}_before"] for name in MEASURED},
+                after={name: summary[f"{name}_after"] for name in MEASURED},
             )
         write_atomically(directory / "summary.json", json.dumps(summary, indent=1))
 
