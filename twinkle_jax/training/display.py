@@ -434,7 +434,7 @@ def draw_curves(
     before: Mapping[str, float | None] = MappingProxyType({}),
     after: Mapping[str, float | None] = MappingProxyType({}),
 ) -> None:
-    """Plot reward, held-out accuracy, cross-entropy, length, KL, entropy and gradient norm against the step.
+    """Plot rewards, held-out results, lengths, KL, entropy and gradient norms against the step.
 
     Panels without values are left out. With more than 60 steps, a moving average is drawn over the
     pale line of single steps.
