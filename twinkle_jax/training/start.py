@@ -284,16 +284,15 @@ def _has_tools(config: TrainConfig, task: Task) -> bool:
 def _check_lengths(config: TrainConfig, task: Task, policy: Policy) -> None:
     """Refuse prompts that are too long, which a run would otherwise find after hours."""
     longest = config.rollout.max_prompt_tokens
-    to_complete = [("prompts", task.train), ("held-out prompts", task.held_out)]
+    to_complete, to_learn = {"prompts": task.train, "held-out prompts": task.held_out}, {}
     if config.examples is not None:
-        files = {"examples": task.train}
-        if config.task == "examples":
-            files["evaluation.path"] = to_complete.pop()[1]
-        del to_complete[0]
-        for argument, examples in files.items():
-            longest_example = config.rollout.max_episode_tokens
-            check_examples(policy.template, examples, longest=longest_example, argument=argument)
-    for called, prompts in to_complete:
+        to_learn["examples"] = to_complete.pop("prompts")
+    if config.task == "examples":
+        to_learn["evaluation.path"] = to_complete.pop("held-out prompts")
+    for argument, examples in to_learn.items():
+        limit = config.rollout.max_episode_tokens
+        check_examples(policy.template, examples, longest=limit, argument=argument)
+    for called, prompts in to_complete.items():
         for start in range(0, len(prompts), _ENCODED_AT_ONCE):
             part = prompts[start : start + _ENCODED_AT_ONCE]
             prompt_ids(policy.template, part, longest=longest, first=start, called=called)
