@@ -102,6 +102,23 @@ def test_a_step_descends_the_cross_entropy_of_all_tokens_of_the_assistant():
     assert sum(lengths) > 64  # more than one micro-batch
 
 
+def test_examples_have_settings_of_their_own():
+    config = TrainConfig(model="m", examples="x.jsonl")
+    assert (config.task, config.update.mini_batches, config.group_size) == ("examples", 1, 1)
+    assert config.optimizer.learning_rate == 1e-5
+    assert config.longest_row == config.rollout.max_episode_tokens
+    sampled = TrainConfig(model="m")
+    assert (sampled.update.mini_batches, sampled.optimizer.learning_rate) == (4, 1e-6)
+
+
+def test_rows_are_as_long_as_their_examples():
+    """Padding is neither packed nor computed."""
+    rows, key = POLICY.template.batch_encode(EXAMPLES), jax.random.key(0)
+    rollout, _ = collect(learning(), POLICY.params, lambda: PromptBatch(EXAMPLES), key)
+    assert rollout.row_lengths.tolist() == [len(row["input_ids"]) for row in rows]
+    assert rollout.lengths.tolist() == [np.sum(row["labels"] != IGNORE) for row in rows]
+
+
 def test_each_turn_of_the_assistant_is_learned():
     batch, lengths = example_rows(POLICY.template, EXAMPLES)
     end = POLICY.tokenizer.eos_token_id
