@@ -279,6 +279,31 @@ def test_two_processes_share_the_examples(files):
     assert_same_metrics(files / "two", files / "one")
 
 
+def test_examples_are_trained_on_and_the_task_is_evaluated(files):
+    few = EvaluationConfig(path=str(files / "others.jsonl"), problems=2)
+    task = make_task(config(files, "none", evaluation=few, system="1+1"))
+    assert (len(task.train), len(task.held_out), task.reward) == (12, 2, None)
+    assert {x["messages"][0]["content"] for x in [*task.train, *task.held_out]} == {"1+1"}
+    answered = {"task": str(files / "task.jsonl"), "reward": "exact"}
+    problems = EvaluationConfig(path=str(files / "held_out.jsonl"))
+    task = make_task(config(files, "none", evaluation=problems, **answered))
+    assert task.train == make_task(config(files, "none")).train and len(task.held_out) == 4
+    assert task.reward is not None
+
+
+def test_tools_of_examples_reach_the_chat_template():
+    template = Template(
+        small_tokenizer("0123456789+="),
+        chat_template="{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    tool = {"type": "function", "function": {"name": "777"}}
+    plain, _ = example_rows(template, EXAMPLES[:1])
+    batch, _ = example_rows(template, [{**EXAMPLES[0], "tools": [tool]}])
+    assert batch.tokens[0, :3].tolist() == template.tokenizer.encode("777")
+    assert plain.tokens[0, :3].tolist() == template.tokenizer.encode("1+2")
+
+
 # What is refused.
 
 MODEL = {"model": "m", "examples": "x.jsonl"}
