@@ -224,7 +224,7 @@ def test_log_probabilities_come_from_logits():
             jax.nn.log_softmax(x), jnp.maximum(labels, 0)[..., None], axis=-1
         )
         # Log-probabilities that are arguments are taken; logits then do not matter.
-        both = {"logps": logps[..., 0], "logits": None}
+        both = {"logps": logps[..., 0], "logits": jnp.full_like(x, jnp.nan)}
         return tuple(loss(SMALL_LABELS, given, old_logps=old) for given in ({"logps": logps}, both))
 
     value, gradient = from_logits(logits)
