@@ -1,5 +1,6 @@
 """Supervised learning in a run: examples of a file take the place of completions."""
 
+import dataclasses
 import json
 
 import jax
@@ -34,7 +35,8 @@ from twinkle_jax.training import (
     train_step,
 )
 from twinkle_jax.training.examples import check_examples, example_rows
-from twinkle_jax.training.memory import fit, update_memory
+from twinkle_jax.training.memory import evaluation_memory, fit, update_memory
+from twinkle_jax.training.progress import saved_settings
 from twinkle_jax.training.task import make_task
 
 POLICY = small_policy(0)
@@ -161,6 +163,21 @@ def test_memory_is_that_of_updates_alone():
     assert [note.split()[0] for note in notes] == ["update.recompute", "update.micro_batch_tokens"]
 
 
+@pytest.mark.slow
+def test_evaluations_take_the_prompts_of_the_task_and_not_the_examples():
+    recipe = learning()
+    state = begin_training(POLICY.params, recipe.optimizer, None)
+
+    def needed(**lengths):
+        rollout = RolloutConfig(max_new_tokens=8, **lengths)
+        config = dataclasses.replace(recipe.config, task="arithmetic", rollout=rollout)
+        return evaluation_memory(recipe._replace(config=config), state)
+
+    short = needed(max_prompt_tokens=24, max_episode_tokens=64)
+    assert short == needed(max_prompt_tokens=24, max_episode_tokens=48)
+    assert short < needed(max_prompt_tokens=56, max_episode_tokens=64)
+
+
 # Runs.
 
 
@@ -219,7 +236,7 @@ def test_a_run_learns_from_a_file_and_is_judged_by_another(files, capsys, monkey
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files):
+def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files, capsys):
     train(config(files, "whole"))
     train(config(files, "parts", steps=3))
     summary = train(config(files, "parts", resume="auto"))
@@ -232,8 +249,16 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files):
         files, "parts", steps=7, resume="auto", evaluation=EvaluationConfig(path=str(others))
     )
     assert train(again)["cross_entropy_before"] is None  # of other examples
+    assert "cross_entropy_before is not known" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"^examples "):
         train(config(files, "parts", steps=8, resume="auto", examples=str(files / "others.jsonl")))
+
+
+def test_files_are_looked_for_where_the_run_was_started(files, monkeypatch):
+    monkeypatch.chdir(files)
+    train(config(files, "here", examples="examples.jsonl", steps=1))
+    monkeypatch.chdir("/")
+    assert saved_settings(files / "here")["examples"] == str(files / "examples.jsonl")
 
 
 @pytest.mark.slow

@@ -356,13 +356,12 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     integers, floats = struct((rows, time), jnp.int32), struct((rows, time), jnp.float32)
-    sampled = None if config.examples is not None else floats
     routing = replayed_routing(config, recipe.decoder)
     batch = Batch(
         tokens=integers,
         labels=integers,
-        advantages=sampled,
-        old_logps=sampled,
+        advantages=floats,
+        old_logps=floats,
         ref_logps=None if recipe.reference is None else floats,
         routing=None
         if routing is None
