@@ -262,6 +262,18 @@ def test_files_are_looked_for_where_the_run_was_started(files, monkeypatch):
 
 
 @pytest.mark.slow
+def test_where_memory_is_known_slots_are_chosen_for_problems_alone(files, capsys):
+    limited = {"mesh": MeshConfig(memory=4.0), "steps": 0}
+    train(config(files, "by_examples", **limited))
+    assert "evaluation.slots" not in (shown := capsys.readouterr().out)
+    assert "update.micro_batch_tokens 64: takes" in shown
+    answered = {"task": str(files / "task.jsonl"), "reward": "exact"}
+    problems = EvaluationConfig(path=str(files / "held_out.jsonl"))
+    train(config(files, "by_problems", evaluation=problems, **answered, **limited))
+    assert "evaluation.slots all: takes" in capsys.readouterr().out
+
+
+@pytest.mark.slow
 def test_adapters_learn_and_problems_are_completed_to_evaluate(files):
     """Of a task with a reward, of which the run sees no prompt in training."""
     held_out = EvaluationConfig(every=0, path=str(files / "held_out.jsonl"), problems=4)
@@ -358,6 +370,10 @@ def test_long_examples_are_refused_before_the_first_step(files):
     short = config(files, "refused", rollout=RolloutConfig(prompts=8, max_episode_tokens=4))
     with pytest.raises(ValueError, match=r"^rollout\.max_episode_tokens .* 1 of examples$"):
         train(short)
+    (files / "long.jsonl").write_text(json.dumps({"prompt": "1" * 64, "completion": "1"}))
+    judged = EvaluationConfig(path=str(files / "long.jsonl"))
+    with pytest.raises(ValueError, match=r"^rollout\.max_episode_tokens .* of evaluation\.path$"):
+        train(config(files, "refused", overwrite=True, evaluation=judged))
 
 
 def test_examples_without_tokens_to_learn_are_refused():
