@@ -366,8 +366,7 @@ class OpenEnvEnvironment:
             code, message = response["data"].get("code"), response["data"].get("message")
             error_type = _InvalidActionError if code == "VALIDATION_ERROR" else RuntimeError
             raise error_type(f"{code}: {message!s:.400}")
-        result: Mapping[str, Any] = response["data"]
-        return result
+        return response["data"]
 
 
 class _InvalidActionError(ValueError):

@@ -301,8 +301,7 @@ def among_all_rows(completions: Completions, numbers: Sequence[int], count: int)
         of_all_rows[list(numbers)] = values[: len(numbers)]
         return of_all_rows
 
-    scattered: Completions = jax.tree.map(scatter, completions)
-    return scattered
+    return jax.tree.map(scatter, completions)
 
 
 @jax.jit

@@ -282,8 +282,7 @@ class ServerEngine:
         drawn = self._lay_out(call, completed[0])
         of_prompts = jax.tree.map(lambda x: x.reshape(-1, call.num_samples, *x.shape[1:]), drawn)
         gathered = hosts.gather_rows(of_prompts, len(call.rows))
-        completions: Completions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
-        return completions
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
 
     def _ask(self, call: "_Call") -> list[ServerCompletions]:
         """Ask for this process's share of the completions."""

@@ -503,6 +503,4 @@ def score_prompts(
         of_labels = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
         return of_labels, *jax.lax.top_k(logprobs, top)
 
-    scores: tuple[Array, Array, Array]
-    scores = map_logits(score, params, config, hidden, jnp.roll(tokens, -1, axis=1))
-    return scores
+    return map_logits(score, params, config, hidden, jnp.roll(tokens, -1, axis=1))

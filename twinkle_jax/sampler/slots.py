@@ -534,8 +534,7 @@ def _next_rows(
         return cache
 
     def put(cache: Cache) -> Cache:
-        written: Cache = on_devices(put_rows, setup.mesh)(cache, read(), line)
-        return written
+        return on_devices(put_rows, setup.mesh)(cache, read(), line)
 
     def keep(cache: Cache, source: Array) -> ReadPrompts:
         back = (source[-1] - jnp.arange(lines, dtype=jnp.int32)) % lines

@@ -244,8 +244,7 @@ class ServedPolicy:
             ServerError: if it has another model.
         """
         request = Request("GET", "/v1/models", read=partial(_read_models, self._names))
-        served: Served = client.send_request(deadline, request)
-        return served
+        return client.send_request(deadline, request)
 
     def _probe(self, served: Served) -> "Probe":
         return Probe(self._vocab, min(self._max_length, served.max_length))

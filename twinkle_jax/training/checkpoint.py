@@ -333,8 +333,7 @@ def read_checkpoint(
 
 def read_facts(directory: Path) -> dict[str, Any]:
     """Read the facts that `write_checkpoint` wrote."""
-    facts: dict[str, Any] = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
-    return facts
+    return json.loads((directory / _FACTS).read_text(encoding="utf-8"))
 
 
 # The state of training beside the weights that it belongs to, in a folder of their directory.

@@ -545,8 +545,7 @@ def saved_settings(source: Path) -> dict[str, Any]:
 
 def started_in(run: Path) -> str | None:
     """Return the directory that a run was started in; None if no checkpoint says it."""
-    directory: str | None = _newest_facts(run).get("started_in")
-    return directory
+    return _newest_facts(run).get("started_in")
 
 
 def changed_code(run: Path, code: Mapping[str, str]) -> list[str]:
@@ -599,8 +598,7 @@ def _with_files(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
 def read_summary(directory: Path) -> dict[str, Any]:
     """Read `summary.json`, which a run writes at its end; empty before."""
     path = directory / "summary.json"
-    summary: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    return summary
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -108,10 +108,9 @@ def label_scores(
         return score(hidden, head, labels, temperature)
     spread_head = partition_rules(mesh)("lm_head/kernel", head.shape)
     spread, replicated = PartitionSpec(ROWS, "tensor"), PartitionSpec()
-    scores: tuple[PerToken, ...] = jax.shard_map(
+    return jax.shard_map(
         score, mesh=mesh, in_specs=(spread, spread_head, spread, replicated), out_specs=spread
     )(hidden, head, labels, temperature)
-    return scores
 
 
 class Scores(NamedTuple):
@@ -213,7 +212,7 @@ def score_lines(
 
     dtype = options.get("compute_dtype")
     copies, rows, replicated = PartitionSpec(AXES), PartitionSpec(ROWS), PartitionSpec()
-    scores: Scores = jax.shard_map(
+    return jax.shard_map(
         score_on_device,
         mesh=mesh,
         in_specs=(copies, copies, rows, replicated, rows),
@@ -226,7 +225,6 @@ def score_lines(
         temperature,
         dropout,
     )
-    return scores
 
 
 def unpack_scores(scores: Scores, packing: Packing, mesh: Mesh | None) -> Scores:

@@ -235,8 +235,7 @@ class ServedTeacher:
         scores[asked] = hosts.gather_rows(answered, len(rows))
         if self._mesh is None:
             return jnp.asarray(scores)
-        spread: Array = hosts.spread_rows(scores, self._mesh)
-        return spread
+        return hosts.spread_rows(scores, self._mesh)
 
     def _ask(self, rows: list[list[int]], answered: np.ndarray[Any, Any]) -> None:
         answers = self._server.complete(
