@@ -300,13 +300,8 @@ def read_checkpoint(
 ) -> tuple[PyTree[jax.Array], dict[str, Any]]:
     """Read what `write_checkpoint` wrote; verify its files with `find_fault` first.
 
-    Args:
-        directory: that was written to.
-        like: arrays, or `jax.ShapeDtypeStruct`s, with the same tree, shapes and dtypes.
-        check: called with the facts before arrays are read; may raise to refuse them.
-
-    Returns:
-        The arrays, on the devices of those in `like`, uncommitted where those are; and the facts.
+    The arrays are placed as those in `like`, arrays or `jax.ShapeDtypeStruct`s, and uncommitted
+    where those are. `check` is called with the facts before, and may raise to refuse them.
 
     Raises:
         ValueError: if names or shapes differ from those written.
@@ -350,14 +345,9 @@ def write_with_state(
 ) -> None:
     """Write weights and the state of their training, and replace the directory at once.
 
-    If the writing fails or is interrupted, the older weights and their state are unchanged.
-
-    Args:
-        directory: of the weights; its other files stay.
-        write_weights: writes them to the directory that it is passed, which does not exist yet.
-        arrays: of the state, as for `write_checkpoint`; None: no state, and that of the older
-            weights is deleted.
-        facts: of the state, as for `write_checkpoint`.
+    If the writing fails or is interrupted, the older weights and their state are unchanged. Other
+    files in the directory stay. `write_weights` makes the directory that it is passed. Without
+    `arrays` there is no state, and that of the older weights is deleted.
 
     Raises:
         ValueError: if the directory cannot be replaced, or holds an adapter where a checkpoint is

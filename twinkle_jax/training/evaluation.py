@@ -122,14 +122,6 @@ def evaluate_episodes(
 ) -> dict[str, float]:
     """Evaluate a policy on episodes with environments; like `evaluate`, with returns as rewards.
 
-    Args:
-        source: plays and scores episodes.
-        params: of the policy.
-        prompts: rows of the task.
-        pass_k: k of pass@k; 0 leaves it out.
-        seed: of environments and samples.
-        check: called before each batch; may raise to end the evaluation.
-
     Returns:
         `accuracy`, the share of greedy episodes with a return of 1 or more; `reward`, their mean
         return; `turns`, their mean number; `failed`, the share whose environment failed, which are

@@ -30,10 +30,9 @@ _USABLE = 0.92  # of the memory that a device reports; the rest is fragmentation
 
 
 def device_memory(mesh_gib: float | None) -> int | None:
-    """Return the bytes of a device that a run may use; None if unknown.
+    """Return the bytes of a device that a run may use; None if unknown, as on CPUs without a limit.
 
-    Args:
-        mesh_gib: limit from the settings; None: what the device reports, which CPUs do not.
+    `mesh_gib` is the limit from the settings.
     """
     if mesh_gib is not None:
         return int(mesh_gib * _GIB)
@@ -45,13 +44,8 @@ def device_memory(mesh_gib: float | None) -> int | None:
 def update_memory(recipe: Recipe, state: TrainState) -> int:
     """Compute the peak bytes per device of an update, including parameters and optimizer state.
 
-    Args:
-        recipe: of the run; its budget of tokens and its mesh are read.
-        state: what is trained; arrays, or their shapes and shardings.
-
-    Returns:
-        The largest of the programs' arguments, results and temporary arrays: the gradient of a
-        micro-batch of rows of maximum length, the teacher's scores of it, and the optimizer update.
+    That is the largest of the programs' arguments, results and temporary arrays: the gradient of a
+    micro-batch of rows of maximum length, the teacher's scores of it, and the optimizer update.
     """
     config, mesh = recipe.config, recipe.mesh
     state, frozen = shapes_of(state), shapes_of(recipe.frozen)
@@ -113,12 +107,7 @@ def _others(recipe: Recipe) -> Any:
 
 
 def rollout_memory(recipe: Recipe, state: TrainState) -> int:
-    """Compute the peak bytes per device of sampling, including parameters and optimizer state.
-
-    Args:
-        recipe: of the run; its slots and the maximum lengths of prompts and completions are read.
-        state: what is trained; arrays, or their shapes and shardings.
-    """
+    """Compute the peak bytes per device of sampling, including parameters and optimizer state."""
     return _held_by(recipe, state) + _sampling_memory(
         _sampled(recipe, state), recipe.config, recipe.config.rollout
     )
@@ -202,12 +191,7 @@ def fit(
 ) -> TrainConfig:
     """Choose what is recomputed, a budget of tokens and numbers of slots that fit into a device.
 
-    Args:
-        recipe: of the run.
-        state: what is trained.
-        limit: bytes of a device.
-        note: called with a sentence about each choice.
-        evaluates: whether the run has held-out problems.
+    A device has `limit` bytes; `note` is called with a sentence about each choice.
 
     Returns:
         The configuration, with `update.recompute` chosen, and a smaller
@@ -250,14 +234,7 @@ def fit_evaluation(
     limit: int,
     note: Callable[[str], None],
 ) -> TrainConfig:
-    """Choose a number of slots with which evaluations of a policy alone fit into a device.
-
-    Args:
-        config: settings of the evaluation.
-        policy: what is evaluated.
-        judges: other models on the device.
-        limit: bytes of the device.
-        note: called with a sentence about the choice.
+    """Choose a number of slots with which evaluations of a policy and its judges fit into a device.
 
     Returns:
         The configuration, with a smaller `evaluation.slots` where all rows at once do not fit.

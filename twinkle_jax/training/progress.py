@@ -100,15 +100,8 @@ def save(
 ) -> None:
     """Save a checkpoint.
 
-    Args:
-        checkpoints: of the run.
-        progress: after a step.
-        reference: parameters of the reference policy; None without one.
-        config: of the run.
-        base: fingerprint of the frozen parameters, for `check_base`; None if there are none.
-        started_in: the directory that relative paths in `config` are of.
-        code: hashes of the files that the run has imported, for `changed_code`.
-        wait: as for `RunCheckpoints.save`.
+    `base` is a fingerprint of the frozen parameters, for `check_base`. Relative paths in `config`
+    are of the directory `started_in`. `code` has hashes of imported files, for `changed_code`.
     """
     facts = {
         "totals": dataclasses.asdict(progress.totals),
@@ -133,14 +126,8 @@ def restore(
 ) -> tuple[Progress, Params | None]:
     """Restore the newest valid checkpoint, and set the loader to its position.
 
-    Args:
-        checkpoints: of the run to resume.
-        fresh: progress with arrays of the shapes and shardings to restore.
-        reference: the same, if there is a reference policy.
-        config: of the run that resumes.
-        loader: of the prompts.
-        base: fingerprint of the frozen parameters; None if there are none.
-        held_out: fingerprint of the held-out problems.
+    `fresh` and `reference` have arrays of the shapes and shardings to restore; `base` and
+    `held_out` are fingerprints of the frozen parameters and of the held-out problems.
 
     Returns:
         The progress of the run, and its reference policy. Its `accuracy_before` is None if the
@@ -224,12 +211,7 @@ class LastStep:
         return self._progress
 
     def finished(self, progress: Progress, *, saved: bool = False) -> None:
-        """Note that a step is finished.
-
-        Args:
-            progress: after the step.
-            saved: whether it has a checkpoint already.
-        """
+        """Note that a step is finished; `saved`: it has a checkpoint already."""
         self._progress = progress
         self._saved = progress if saved else self._saved
 
@@ -358,8 +340,8 @@ class Interruption:
                 target=_watch_signals,
                 args=(read, self._patience, self._last_resort),
                 name="interruption",
+                daemon=True,
             )
-            self._thread.daemon = True
             self._thread.start()
             handled = [n for n in _SIGNALS if n != _HANGUP or signal.getsignal(n) != signal.SIG_IGN]
             self._restore = [(number, signal.signal(number, self._record)) for number in handled]
@@ -635,10 +617,7 @@ def holds_run(directory: Path) -> bool:
 def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:
     """Make the directory of a run, and delete what it holds if the settings allow it.
 
-    Args:
-        config: of the run.
-        directory: of the run.
-        source: the run to resume, if it is another one.
+    `source` is the run to resume, if it is another one.
     """
     if directory.is_dir() and any(directory.iterdir()):
         _check_may_be_emptied(config, directory, source)

@@ -340,13 +340,7 @@ def _fit_devices(
 ) -> Recipe:
     """Reduce automatic settings until they fit the devices' memory, where that is known.
 
-    Args:
-        recipe: of the run.
-        state: what is trained.
-        display: shows what is chosen.
-        others: bytes per device of other models.
-        resumed: whether the run goes on from a checkpoint.
-        evaluates: whether it has held-out problems.
+    Other models take `others` bytes of each device.
     """
     memory = recipe.config.mesh.memory
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))

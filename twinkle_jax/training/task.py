@@ -92,15 +92,7 @@ class EnvironmentRows(GeneratedPrompts):
 
 
 def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task:
-    """Find the task that a configuration names.
-
-    Args:
-        config: of the run; `task`, `environment`, `tools`, `level`, `reward`, `system`, `seed` and
-            `evaluation` are read.
-        reward: in place of the one that the configuration names.
-
-    Returns:
-        The task.
+    """Find the task that a configuration names; `reward` is in place of the one that it names.
 
     Raises:
         ValueError: for an unknown task, a missing file, an unreadable record, or records without
