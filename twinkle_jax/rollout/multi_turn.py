@@ -325,12 +325,10 @@ class MultiTurn:
         ground_truths: Sequence[Any],
         held: hosts.RowMask,
     ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]], list[Episode]]:
-        """Call the reward function, and compute returns.
+        """Compute returns, each of several rewards by its name, and copies of scored episodes.
 
-        Returns:
-            The returns; each of several rewards by its name; and copies of the episodes, with the
-            reward added to `final_reward`. Returns and rewards are NaN for failed episodes, and for
-            those that another process has played.
+        Returns and rewards are NaN for failed episodes, and for those that another process has
+        played.
         """
         scored = list(episodes)
         played = [i for i in np.flatnonzero(held).tolist() if not episodes[i].failed]
@@ -401,18 +399,11 @@ def _gather(
 
 
 class _EnvironmentReply(NamedTuple):
-    """The reply of an environment, in a form that can be sent to other processes.
-
-    Attributes:
-        seconds: that the call took.
-        value: a `Reply` as a list, or the final reward.
-        cause: of a failure; empty for none.
-        error: of a failure.
-    """
+    """The reply of an environment, in a form that can be sent to other processes."""
 
     seconds: float
-    value: Any = None
-    cause: str = ""
+    value: Any = None  # a `Reply` as a list, or the final reward
+    cause: str = ""  # of a failure
     error: str = ""
 
 

@@ -129,13 +129,7 @@ def score_texts(
     ground_truths: Sequence[Any],
     score: Callable[[list[Trajectory], list[Any]], Sequence[float]],
 ) -> np.ndarray[Any, Any]:
-    """Score completions, each in the process that holds it; one number a row, in float64.
-
-    Args:
-        texts: the completions.
-        ground_truths: one a row.
-        score: called with the trajectories and ground truths of this process.
-    """
+    """Score completions, each in the process that holds it; one number a row, in float64."""
     held = np.flatnonzero(texts.held).tolist()
     trajectories = [texts.trajectories[i] for i in held]
     truths = [ground_truths[i] for i in held]
