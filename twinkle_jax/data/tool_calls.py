@@ -291,14 +291,8 @@ def parse_glm_calls(text: str) -> ParsedToolCalls:
     r"""Parse `<tool_call>` blocks of GLM-4.5: a name, and keys and values of its arguments in tags.
 
     A value is JSON if it can be, otherwise text, as it stands. Without arguments a block holds a
-    name alone.
-
-    Args:
-        text: what the assistant wrote.
-
-    Returns:
-        Calls, errors and the text around them. Errors are duplicate keys, anything but white space
-        between tags, and a block that is not closed: it may lack arguments.
+    name alone. Errors are duplicate keys, anything but white space between tags, and a block that
+    is not closed: it may lack arguments.
 
     Example:
         >>> text = "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
