@@ -479,16 +479,7 @@ def score_prompts(
 ) -> tuple[
     Float[Array, "batch time"], Float[Array, "batch time top"], Int[Array, "batch time top"]
 ]:
-    """Score the token after each position, and find the most likely ones, at temperature 1.
-
-    Args:
-        params: of the decoder, adapters included.
-        config: the decoder.
-        tokens: token ids, a multiple of 16 columns or fewer.
-        mask: True for tokens.
-        top: how many of the most likely tokens to find.
-        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        mesh: likewise.
+    """Score the token after each position, and find the `top` likely ones, at temperature 1.
 
     Returns:
         Log-probabilities of the next tokens, and log-probabilities and ids of the most likely ones,

@@ -124,9 +124,8 @@ class Queue(NamedTuple):
 class ReadPrompts(NamedTuple):
     """Prompts that were read last, from which later rows of their groups begin.
 
-    Attributes:
-        cache: of each device a ring of lines: its i-th prompt lies in line i modulo their number.
-        prompts: how many prompts of each device were read.
+    The cache has of each device a ring of lines: its i-th prompt lies in line i modulo their
+    number. `prompts` of each device were read.
     """
 
     cache: Cache
@@ -308,14 +307,8 @@ def run(
 ) -> tuple[State, Status]:
     """Draw tokens until slots can be refilled, half of them would do, or caches are full.
 
-    Args:
-        weights: as `lay_out_weights` lays them out.
-        state: of the rows; callers donate it.
-        sampling: as arrays.
-        setup: static settings.
-        capacity: tokens that the caches hold.
-        full: maximum number of tokens of a row; caches of this size never get full.
-        shrink: whether to stop when half the slots would do.
+    Rows have at most `full` tokens: caches of this capacity never get full. Without `shrink`, it
+    goes on where half the slots would do.
     """
     weights = for_many_steps(weights, setup.mesh)
     slots = len(state.slots.row) // setup.shards
@@ -448,19 +441,12 @@ def _order(prompt: Int[Array, " rows"], limits: Int[Array, " rows"]) -> Int[Arra
 
 
 class _NewRows(NamedTuple):
-    """Rows that get slots.
-
-    Attributes:
-        rows: with their caches; with pages, the cache holds the prompts, see `source`.
-        slot: that each gets; out of range: none.
-        source: with pages, the row of the cache that its prompt lies in.
-        prompt: its index.
-    """
+    """Rows that get slots, with their caches; with pages, the cache holds the prompts."""
 
     rows: Slots
-    slot: Int[Array, " new"]
-    source: Int[Array, " new"]
-    prompt: Int[Array, " new"]
+    slot: Int[Array, " new"]  # out of range: none
+    source: Int[Array, " new"]  # with pages, the row of the cache that its prompt lies in
+    prompt: Int[Array, " new"]  # its index
 
 
 def _next_rows(
@@ -476,9 +462,8 @@ def _next_rows(
 ) -> tuple[_NewRows, Queue, ReadPrompts | None]:
     """Give the next `size` rows of each device their prompts, and read those that were not.
 
-    Returns:
-        The rows, the queue without them, and what was read. Surplus rows, without a free slot or a
-        waiting row, are marked as ended.
+    Returns them, the queue without them, and what was read. Surplus rows, without a free slot or a
+    waiting row, are marked as ended.
     """
     vocab = setup.config.vocab_size
     rows = len(queue.limits) // setup.shards

@@ -218,15 +218,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
 class ServedSampler:
     """Draws completions of token ids on a server, which a policy's weights are loaded into.
 
-    Args:
-        client: sends requests to the server.
-        names: what the server may call the model.
-        vocab: token ids lie below it.
-        max_length: the most tokens of a row.
-        tolerance: as for `ServedPolicy`.
-        timeout: seconds that a call may take.
-        loader: as for `ServedPolicy`.
-        routing: what to read the experts of each token for; None: they are not read.
+    Arguments are those of `ServedPolicy`, the seconds that a call may take, and what to read the
+    experts of each token for; None: they are not read.
     """
 
     def __init__(
@@ -257,7 +250,7 @@ class ServedSampler:
         logprobs_kind: LogprobsKind | None = "policy",
         purpose: str = "inputs[{}]",
     ) -> list[ServerCompletions]:
-        """Draw completions of token ids.
+        """Draw completions of token ids; errors are those of `vLLMSampler.sample`.
 
         Args:
             prompts: token ids.
@@ -269,10 +262,6 @@ class ServedSampler:
                 have room; None: `params.max_tokens`, or fewer where there is less room.
             logprobs_kind: as for `vLLMSampler.sample`.
             purpose: what errors call a request, with {} for the number of its prompt.
-
-        Raises:
-            ValueError: as `vLLMSampler.sample`.
-            ServerError: as `vLLMSampler.sample`.
         """
         modes = usable_modes(params, logprobs_kind, self.vocab)
         deadline = Deadline(self.timeout)

@@ -98,11 +98,7 @@ class Request(NamedTuple):
 
 
 class Deadline:
-    """The time limit of a call, for all of its requests together.
-
-    Args:
-        seconds: from now on.
-    """
+    """The time limit of a call, for all of its requests together, in seconds from now on."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -153,10 +149,7 @@ class Client:
         return self.send_requests(deadline, [request])[0]
 
     def send_requests(self, deadline: Deadline, requests: Sequence[Request]) -> list[Any]:
-        """Send requests concurrently, with retries.
-
-        Returns:
-            The results of their `read`, in order; None for requests without one.
+        """Send requests concurrently, with retries; return the results of their `read`, in order.
 
         Raises:
             ServerError: for the first request that fails, takes too long or gets an invalid
@@ -447,11 +440,7 @@ def _tops(params: SamplingParams) -> int:
 
 
 def _read_completions(settings: CompletionSettings, answer: Any) -> ServerCompletions:
-    """Read completions.
-
-    Raises:
-        ValueError: if the answer does not fit the request.
-    """
+    """Read completions; raises a ValueError if the answer does not fit the request."""
     count = 1 if settings.params.temperature == 0 else settings.num_samples
     answer = read_object("an object", answer)
     if answer.get("model") != settings.model:

@@ -90,8 +90,7 @@ class ServedPolicy:
     def check(self, deadline: Deadline) -> tuple[Served, LogprobsMode]:
         """Check that the server has the model, and the weights of the last `load`.
 
-        Returns:
-            The model's name and room there, and which log-probabilities the server gives.
+        Returns the model's name and room there, and which log-probabilities the server gives.
 
         Raises:
             ServerError: if it has another model or other weights.
@@ -371,10 +370,6 @@ class Probe:
     """Requests about a few prompts of random tokens, always the same.
 
     Prompts are not scored: vLLM 0.32 on a CPU crashes when it scores prompts with adapters.
-
-    Args:
-        vocab: token ids lie below it.
-        room: the most tokens of a row.
     """
 
     def __init__(self, vocab: int, room: int) -> None:
@@ -450,20 +445,10 @@ def prove(
     """Have a server draw tokens, and compare its log-probabilities with the actor's.
 
     They are compared at temperature 1 without filters, where raw and processed ones are the same.
-
-    Args:
-        client: sends requests to the server.
-        deadline: of the call.
-        probe: the prompts.
-        name: of the model or the adapter on the server.
-        actor: whose weights it must have.
-        tolerance: by how much log-probabilities may differ on average.
-
-    Returns:
-        The server's log-probabilities of likely first tokens, to be compared with later ones.
+    Returns the server's log-probabilities of likely first tokens, to be compared with later ones.
 
     Raises:
-        ServerError: if they differ by more.
+        ServerError: if they differ by more than the tolerance on average.
     """
     answers: list[ServerCompletions] = client.send_requests(
         deadline, probe.completion_requests(name)
