@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from twinkle_jax.data import Batch, bucket_size
@@ -15,6 +14,7 @@ from twinkle_jax.data.batch import batch_width
 from twinkle_jax.model import DecoderConfig, RewardModel
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import conversations_memory, generate_memory
+from twinkle_jax.sampler.generate import device_bytes, peak_bytes
 from twinkle_jax.training.config import TrainConfig, automatic_budget, with_setting
 from twinkle_jax.training.engine import replayed_routing
 from twinkle_jax.training.evaluation import BATCH
@@ -69,7 +69,7 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
     apply = partial(apply_gradients, optimizer=recipe.optimizer, max_grad_norm=1.0, mesh=mesh)
     computing = jax.jit(gradient, donate_argnums=0).lower(state, frozen, batch, packing).compile()
     applying = jax.jit(apply, donate_argnums=0).lower(state).compile()
-    peaks = [_peak_bytes(computing), _peak_bytes(applying) + device_bytes(frozen)]
+    peaks = [peak_bytes(computing), peak_bytes(applying) + device_bytes(frozen)]
     if isinstance(recipe.teacher, Policy):
         peaks.append(device_bytes((state, frozen)) + _judging_bytes(recipe, recipe.teacher))
     return max(peaks) + device_bytes(_others(recipe))
@@ -96,7 +96,7 @@ def _judging_bytes(recipe: Recipe, teacher: Policy) -> int:
         )
 
     compiled = jax.jit(judge).lower(params, frozen, batch, packing).compile()
-    return _peak_bytes(compiled) - device_bytes((params, frozen))
+    return peak_bytes(compiled) - device_bytes((params, frozen))
 
 
 def _others(recipe: Recipe) -> Any:
@@ -341,20 +341,3 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     )
     places = struct((lines, width), jnp.int32)
     return batch, Packing(places, places if several else None, places, integers)
-
-
-def _peak_bytes(compiled: Any) -> int:
-    """Bytes per device while a compiled program runs: arguments, results and temporaries."""
-    memory = compiled.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes per device of arrays with these shapes and shardings."""
-
-    def size(x: jax.ShapeDtypeStruct) -> int:
-        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-        return int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(tree)))

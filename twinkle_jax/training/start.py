@@ -35,6 +35,7 @@ from twinkle_jax.rollout import (
 from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.rollout.server_engine import NextRollout, ServerEngine
 from twinkle_jax.sampler import ServerError
+from twinkle_jax.sampler.generate import device_bytes
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
@@ -50,7 +51,7 @@ from twinkle_jax.training.display import Display
 from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.hosts import code_hashes, fingerprint
-from twinkle_jax.training.memory import device_bytes, device_memory, fit
+from twinkle_jax.training.memory import device_memory, fit
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,
