@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from twinkle_jax.data import PromptBatch, Trajectory
 from twinkle_jax.model import Params
-from twinkle_jax.reward import RewardFunction, compute_rewards
+from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
     Engine,
     Episode,
@@ -23,7 +23,6 @@ from twinkle_jax.rollout import (
     check_failures,
     hosts,
 )
-from twinkle_jax.rollout.single_turn import score_texts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.training.config import TrainConfig
@@ -91,17 +90,9 @@ def evaluate(
     check_count("pass_k", pass_k, 0)
     evaluated = policy.params if params is None else params
 
-    def checked_rewards(trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> list[float]:
-        check()
-        return compute_rewards(reward, trajectories, truths, timeout=reward_timeout)
-
     def rewards(sampler: SingleTurn) -> _Rewards:
-        samples = sampler.settings.num_samples
-
         def score(chosen: PromptBatch, key: jax.Array) -> _Rewards:
-            texts = sampler.complete(evaluated, chosen, key)
-            truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
-            return score_texts(texts, truths, checked_rewards)
+            return sampler.complete_and_score(evaluated, chosen, key, check)
 
         return _in_batches(score, prompts, batch, seed, check)
 
