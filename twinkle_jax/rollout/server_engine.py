@@ -201,7 +201,7 @@ class ServerEngine:
         """
         self.load(params)
         call = self._call(prompts, key, settings)
-        drawn = self._complete(call)
+        drawn = self.complete(call)
         if hosts.several():  # the process that holds a row decodes and scores it
             drawn = hosts.spread_rows(drawn, self._mesh)
         return PromptCompletions(*pad_prompts(call.rows), drawn)
@@ -240,17 +240,8 @@ class ServerEngine:
         if self._begun is not None:
             self._begun[1].thread.join(_JOIN_SECONDS)
 
-    def complete(
-        self,
-        rows: Sequence[list[int]],
-        seeds: Sequence[int],
-        limits: Sequence[int],
-        settings: RolloutConfig,
-    ) -> Completions:
-        """Complete each row of token ids once, with the weights loaded last; host arrays."""
-        return self._complete(_Call(rows, seeds, limits, settings, 1))
-
-    def _complete(self, call: "_Call") -> Completions:
+    def complete(self, call: "_Call") -> Completions:
+        """Complete rows of token ids with the weights loaded last; host arrays."""
         begun, self._begun = self._begun, None
         answers = begun[1].result if begun is not None and begun[0] == call else None
         end: Deadline | None = None
@@ -300,7 +291,7 @@ class ServerEngine:
 
 
 class _Call(NamedTuple):
-    """Completions that all processes together ask for; see `ServerEngine.complete`."""
+    """Completions that all processes together ask for."""
 
     rows: Sequence[list[int]]
     seeds: Sequence[int]
@@ -322,13 +313,14 @@ class _ServerTurns:
     ) -> Completions:
         """Draw the next turn of some of the rows."""
         seeds = np.asarray(_row_seeds(keys))
-        drawn = self.engine.complete(
+        call = _Call(
             [list(row) for row in rows.values()],
             [int(seeds[number]) for number in rows],
             [limits[number] for number in rows],
             self.settings,
+            num_samples=1,
         )
-        return among_all_rows(drawn, list(rows), self.count)
+        return among_all_rows(self.engine.complete(call), list(rows), self.count)
 
 
 class SharedClient(Client):
