@@ -437,17 +437,11 @@ def _hidden(character: str) -> str:
 
 
 class _Spellings(NamedTuple):
-    """How text may spell some control tokens.
+    """How text may spell some control tokens."""
 
-    Attributes:
-        anywhere: matches where one of them begins, or the sign of hidden characters.
-        starts: proper beginnings of them.
-        ends: proper ends of them.
-    """
-
-    anywhere: re.Pattern[str]
-    starts: tuple[str, ...]
-    ends: tuple[str, ...]
+    anywhere: re.Pattern[str]  # matches where one of them begins, or the sign of hidden characters
+    starts: tuple[str, ...]  # proper beginnings of them
+    ends: tuple[str, ...]  # proper ends of them
 
     @classmethod
     def of(cls, tokens: Iterable[str]) -> Self:

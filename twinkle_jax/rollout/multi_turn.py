@@ -411,13 +411,8 @@ class _EnvironmentReply(NamedTuple):
 class _RunningEpisode:
     """An episode while it is played.
 
-    Attributes:
-        held: whether this process plays it; otherwise another process sends the replies.
-        stage: `in_environment` during a call of the environment, `replied` until the observation is
-            encoded, `ready` for a turn of the policy, `ended`.
-        record: the episode so far.
-        observation: messages of the environment that the policy has not read yet.
-        closing: the calls that close environments; each is closed by one call.
+    Its stage is `in_environment` during a call of the environment, `replied` until the observation
+    is encoded, then `ready` for a turn of the policy, and at last `ended`.
     """
 
     source: MultiTurn
@@ -425,11 +420,11 @@ class _RunningEpisode:
     row: Trajectory
     seed: int
     number: int
-    held: bool = True
+    held: bool  # whether this process plays it; otherwise another process sends the replies
     stage: Literal["in_environment", "replied", "ready", "ended"] = "in_environment"
     call: Call | None = None
-    observation: list[Message] = field(default_factory=list)
-    closing: list[Call] = field(default_factory=list)
+    observation: list[Message] = field(default_factory=list)  # that the policy has not read yet
+    closing: list[Call] = field(default_factory=list)  # of environments, one call for each
     seconds: float = 0.0
 
     def __post_init__(self) -> None:

@@ -130,21 +130,15 @@ class Setup(NamedTuple):
 class Status(NamedTuple):
     """What the host decides the next call by: integers there, scalar arrays in a program.
 
-    Attributes:
-        running: slots whose row has not ended, maximum over devices.
-        waiting: rows without a slot, maximum over devices.
-        fillable: whether some device has enough free slots to fill, and all have pages for prompts.
-        filled: tokens in the cache of the longest running row.
-        pages: pages of their own that rows have or need now, maximum over devices; 0 without pages.
-        prompt_pages: pages of prompts that rows share, likewise.
+    Numbers are those of the device that has most.
     """
 
-    running: int
-    waiting: int
-    fillable: int
-    filled: int
-    pages: int
-    prompt_pages: int = 0
+    running: int  # slots whose row has not ended
+    waiting: int  # rows without a slot
+    fillable: int  # whether some device has enough free slots, and all have pages for prompts
+    filled: int  # tokens in the cache of the longest running row
+    pages: int  # of their own that rows have or need now; 0 without pages
+    prompt_pages: int = 0  # of prompts, which rows share
 
 
 def page_for(config: DecoderConfig, full: int, mesh: Mesh | None) -> int | None:

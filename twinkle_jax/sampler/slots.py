@@ -68,32 +68,18 @@ class Completions(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Rows in the middle of their completions.
+    """Rows in the middle of their completions; padding is the size of the vocabulary."""
 
-    Attributes:
-        row: index of the row in its device's part of the queue; out of range for an empty slot.
-        pending: the last token of each row, which the cache does not hold yet.
-        cache: all tokens before it.
-        prompts: tokens of the prompt, padded with the size of the vocabulary.
-        tokens: the completion so far, padded with the size of the vocabulary.
-        logprobs: of these tokens, in the whole distribution.
-        sampling_logprobs: of these tokens, after penalty and filters.
-        lengths: tokens drawn so far.
-        limits: maximum number of tokens of each completion.
-        reasons: why a row has ended; 0 while it is running.
-        keys: random key of each row.
-    """
-
-    row: Int[Array, " slots"]
-    pending: Int[Array, " slots"]
-    cache: Cache
+    row: Int[Array, " slots"]  # its index in its device's part of the queue; out of range: none
+    pending: Int[Array, " slots"]  # the last token of each row, which the cache does not hold yet
+    cache: Cache  # all tokens before it
     prompts: Int[Array, "slots time"]
-    tokens: Int[Array, "slots new"]
-    logprobs: Float[Array, "slots new"]
-    sampling_logprobs: Float[Array, "slots new"]
-    lengths: Int[Array, " slots"]
-    limits: Int[Array, " slots"]
-    reasons: Int[Array, " slots"]
+    tokens: Int[Array, "slots new"]  # the completion so far
+    logprobs: Float[Array, "slots new"]  # in the whole distribution
+    sampling_logprobs: Float[Array, "slots new"]  # after penalty and filters
+    lengths: Int[Array, " slots"]  # tokens drawn so far
+    limits: Int[Array, " slots"]  # the most tokens of each completion
+    reasons: Int[Array, " slots"]  # why a row has ended; 0 while it is running
     keys: jax.Array
 
     @property
@@ -105,20 +91,15 @@ class Slots(NamedTuple):
 class Queue(NamedTuple):
     """Rows to be completed, the same number for each device.
 
-    Attributes:
-        prompt: of each row, its index.
-        keys: random key of each row.
-        limits: maximum number of tokens of each row; 0 for padding rows.
-        order: in which a device's rows get slots: those with the largest limit first, and samples
-            of a prompt next to each other, so that it is read once; padding rows last.
-        taken: how many rows of each device have been given a slot.
+    They get slots in an order: those with the largest limit first, and samples of a prompt next to
+    each other, so that it is read once; padding rows last.
     """
 
-    prompt: Int[Array, " rows"]
+    prompt: Int[Array, " rows"]  # its index
     keys: jax.Array
-    limits: Int[Array, " rows"]
+    limits: Int[Array, " rows"]  # the most tokens of each row; 0 for padding rows
     order: Int[Array, " rows"]
-    taken: Int[Array, " devices"]
+    taken: Int[Array, " devices"]  # rows of each device that have been given a slot
 
 
 class ReadPrompts(NamedTuple):

@@ -39,48 +39,27 @@ from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked, o
 
 @dataclass(frozen=True)
 class Totals:
-    """Counters that are carried from step to step.
+    """Counters that are carried from step to step."""
 
-    Attributes:
-        num_tokens: tokens sampled so far.
-        skipped: steps in a row, up to now, in which a gradient was not finite.
-        seconds: total time of the steps.
-        accuracy_before: held-out accuracy before the first step; None if it was not measured.
-        reward_before: mean held-out reward then; None as well.
-        held_out: fingerprint of the problems that these two are of.
-        metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
-            to these steps.
-        unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
-    """
-
-    num_tokens: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    accuracy_before: float | None = None
+    num_tokens: int = 0  # sampled so far
+    skipped: int = 0  # steps in a row, up to now, in which a gradient was not finite
+    seconds: float = 0.0  # of all steps
+    accuracy_before: float | None = None  # held-out, before the first step; None: not measured
     reward_before: float | None = None
-    metrics_offset: int = 0
-    unwritten: str | None = None
-    held_out: str | None = None
+    metrics_offset: int = 0  # bytes of metrics.jsonl, up to the last line of these steps
+    unwritten: str | None = None  # metrics of the last step, whose line waits for an evaluation
+    held_out: str | None = None  # fingerprint of the problems of `accuracy_before`
 
 
 class Progress(NamedTuple):
-    """The state of a run after a step: with the reference policy, all that the next step needs.
-
-    Attributes:
-        state: parameters, moments, number of updates.
-        key: the root of all randomness on the device; step s draws with `fold_in(key, s)`.
-        step: steps done.
-        totals: counters.
-        data: the loader's state: its position, and a fingerprint of the data.
-        held_out: results of the evaluation after this step; None without one. Not saved.
-    """
+    """The state of a run after a step: with the reference policy, all that the next step needs."""
 
     state: TrainState
-    key: jax.Array
-    step: int
+    key: jax.Array  # the root of all randomness on the device: step s draws with `fold_in(key, s)`
+    step: int  # steps done
     totals: Totals
-    data: dict[str, Any]
-    held_out: dict[str, float] | None = None
+    data: dict[str, Any]  # the loader's state: its position, and a fingerprint of the data
+    held_out: dict[str, float] | None = None  # of the evaluation after this step; not saved
 
     def is_intact(self) -> bool:
         """Whether no array is deleted: a running update deletes those that it was donated."""

@@ -79,33 +79,19 @@ _IMITATION_STEPS = 200  # of supervised training on an environment's demonstrati
 
 
 class Run(NamedTuple):
-    """The parts of a run, constant except for the loader's position.
-
-    Attributes:
-        config: all settings.
-        task: what the policy is trained on.
-        policy: as training began.
-        recipe: of the steps.
-        engine: draws completions, in steps and evaluations.
-        next_rollout: samples that of the next step during an update, with `server.overlap`.
-        loader: of prompts.
-        checkpoints: of the run.
-        log: of metrics.
-        display: on the terminal.
-        base: fingerprint of the parameters that adapters are added to; None without adapters.
-    """
+    """The parts of a run, constant except for the loader's position."""
 
     config: TrainConfig
     task: Task
-    policy: Policy
+    policy: Policy  # as training began
     recipe: Recipe
-    engine: Engine
-    next_rollout: NextRollout | None
+    engine: Engine  # draws completions, in steps and evaluations
+    next_rollout: NextRollout | None  # samples during an update, with `server.overlap`
     loader: PromptLoader
     checkpoints: RunCheckpoints
     log: MetricsLog | NoLog
     display: Display
-    base: str | None = None
+    base: str | None = None  # fingerprint of the parameters that adapters are added to
 
 
 def begin(

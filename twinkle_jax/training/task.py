@@ -48,22 +48,17 @@ def has_held_out(task: str) -> bool:
 
 
 class Task(NamedTuple):
-    """What a policy is trained on.
+    """What a policy is trained on, and what judges it.
 
-    Attributes:
-        train: prompts with their ground truths.
-        held_out: prompts that are never trained on; empty where there are none.
-        reward: of trajectories and ground truths; None: the environment's alone, or none where a
-            teacher judges prompts without answers.
-        judge: the reward of evaluations; None: `reward`.
-        environment: makes environments; None: the policy completes prompts.
+    Without a reward, the environment's is the only one, or a teacher judges prompts without
+    answers.
     """
 
     train: Sequence[Trajectory]
-    held_out: Sequence[Trajectory]
+    held_out: Sequence[Trajectory]  # never trained on; may be empty
     reward: RewardFunction | None
-    judge: RewardFunction | None = None
-    environment: EnvironmentFactory | None = None
+    judge: RewardFunction | None = None  # of evaluations; None: `reward`
+    environment: EnvironmentFactory | None = None  # None: the policy completes prompts
 
     def reward_models(self) -> list[RewardModel]:
         """The models among the rewards, each once."""
