@@ -588,16 +588,8 @@ class RunCheckpoints:
         """Restore the newest intact checkpoint, or that of one step.
 
         All files are verified against the manifest first. A corrupt checkpoint is left in place and
-        the one before it is restored; a `UserWarning` names the file.
-
-        Args:
-            like: arrays, or `jax.ShapeDtypeStruct`s, with the tree, shapes and dtypes of those that
-                were saved, and the shardings to restore to.
-            step: None for the newest.
-            check: called with the facts before arrays are read; may raise to refuse them.
-
-        Returns:
-            The step, the arrays, byte for byte, and the facts.
+        the one before it is restored; a `UserWarning` names the file. Arrays are byte for byte
+        those that were saved; `like` and `check` are those of `read_checkpoint`.
 
         Raises:
             FileNotFoundError: if there is no intact checkpoint.

@@ -145,22 +145,11 @@ def score_lines(
     with_routing: bool = False,
     **options: Any,
 ) -> Scores:
-    """Run the decoder over lines and score their labels.
+    """Run the decoder over lines and score their labels; options are those of `hidden_states`.
 
-    Args:
-        params: a decoder's, or adapters'.
-        frozen: parameters that `params` are merged over.
-        config: the decoder.
-        lines: tokens and labels.
-        temperature: of log-probabilities and entropies.
-        with_entropy: whether to compute entropies.
-        mesh: of the parameters; None for one device.
-        transfers: `layers` gathers the parameters of a layer when it runs; `once` gathers all of
-            them before, and each device then runs its lines as if it were alone.
-        dropout: the key of each place, for the dropout of adapters; None: no dropout.
-        logits: computes logits to return, from parameters, hidden states and lines.
-        with_routing: whether to return the experts of each token.
-        options: of `hidden_states`.
+    Transfers by `layers` gather the parameters of a layer when it runs; `once` gathers all of them
+    before, and each device then runs its lines as if it were alone. `dropout` has the key of each
+    place, for adapters; `logits` computes those to return from weights, hidden states and lines.
     """
 
     def score(

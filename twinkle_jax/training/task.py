@@ -69,12 +69,9 @@ class Task(NamedTuple):
 
 
 class EnvironmentRows(GeneratedPrompts):
-    """Rows without prompts: the environment's reset gives the first message.
+    """Rows without prompts, whose `user_data` holds their index, from that of the first on.
 
-    Args:
-        size: number of rows; `user_data` holds the `index` of each.
-        system: system message of each; None for none.
-        first: index of the first.
+    The environment's reset gives the first message, but for the system's.
     """
 
     def __init__(self, size: int, *, system: str | None = None, first: int = 0) -> None:
