@@ -145,15 +145,8 @@ _SPEED_OVER = 24 * 3600.0  # seconds, or 1,000 steps, whose speed gives the time
 class Display:
     """Shows the progress of a run: as a bar on a terminal, as plain lines elsewhere.
 
-    Surprising metrics are explained in a sentence, once each time they begin.
-
-    Args:
-        total: steps of the run, including those before a resumption.
-        console: where to print; None for the standard output.
-        quiet: print nothing, for processes other than the first.
-
-    Raises:
-        ImportError: if rich is not installed; it names the extra.
+    Surprising metrics are explained in a sentence, once each time they begin. The total of steps
+    includes those before a resumption. Processes other than the first are quiet: nothing is shown.
 
     Example:
         >>> import sys
