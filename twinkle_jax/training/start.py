@@ -111,7 +111,6 @@ def begin(
     policy = hosts.agreed("reading the policy", lambda: read_policy(config, mesh))
     if config.model is None and mesh is not None:
         policy = policy._replace(params=place_params(policy.params, mesh))
-    totals = Totals()
     if source is None:
         display.note(f"run in {directory}: {_describe(policy)}")
         _write_config(config, directory)
@@ -149,9 +148,7 @@ def begin(
     if recipe.config != config and not resumed:
         _write_config(recipe.config, directory)
     config = recipe.config
-    if not resumed:
-        totals = _judge_first(totals, config, task, policy, engine, display)
-    progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
+    progress = Progress(state, jax.random.key(config.seed), 0, Totals(), loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     base = fingerprint_of_base(policy)
     if source is not None:
@@ -169,8 +166,8 @@ def begin(
         display.note(f"resuming after step {progress.step} of {source}")
         for option in changed_code(source, code_hashes(config)):
             display.note(f"warning: the file of {option} has changed since that step")
-        if task.held_out and progress.totals.accuracy_before is None:
-            progress = _with_accuracy_before(progress, config, task, policy, engine, display)
+    if task.held_out and progress.totals.accuracy_before is None:
+        progress = _judge_first(progress, config, task, policy, engine, display)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
         ahead = NextRollout(recipe.source, engine, config.rollout)
@@ -200,25 +197,6 @@ def _check_server(config: TrainConfig, engine: Engine) -> None:
 
 
 def _judge_first(
-    totals: Totals,
-    config: TrainConfig,
-    task: Task,
-    policy: Policy,
-    engine: Engine,
-    display: Display,
-) -> Totals:
-    """Measure accuracy and mean reward before the first step."""
-    results = held_out(config, task, policy, engine=engine)
-    before, reward = results.get("accuracy"), results.get("reward")
-    if before is not None:
-        display.held_out("before the first step", results)
-    problems = None if before is None else prompts_fingerprint(task.held_out)
-    return dataclasses.replace(
-        totals, accuracy_before=before, reward_before=reward, held_out=problems
-    )
-
-
-def _with_accuracy_before(
     progress: Progress,
     config: TrainConfig,
     task: Task,
@@ -226,15 +204,23 @@ def _with_accuracy_before(
     engine: Engine,
     display: Display,
 ) -> Progress:
-    """Measure the accuracy before the first step of a resumed run, if none is done yet."""
+    """Measure accuracy and mean reward before the first step, unless a resumed run has done it."""
     if progress.step:
         display.note(
             "accuracy_before is not known: settings or problems of the evaluation have changed "
             "since the first step"
         )
         return progress
-    restored = policy._replace(params=progress.state.params)
-    totals = _judge_first(progress.totals, config, task, restored, engine, display)
+    results = held_out(config, task, policy, engine=engine, params=progress.state.params)
+    if "accuracy" not in results:
+        return progress
+    display.held_out("before the first step", results)
+    totals = dataclasses.replace(
+        progress.totals,
+        accuracy_before=results["accuracy"],
+        reward_before=results.get("reward"),
+        held_out=prompts_fingerprint(task.held_out),
+    )
     return progress._replace(totals=totals)
 
 
