@@ -111,10 +111,10 @@ class ServerEngine:
         template: Template,
         settings: RolloutConfig,
         *,
-        mesh: Mesh | None = None,
-        seeded: bool = True,
-        patience: float = 0.0,
-        note: Callable[[str], None] = lambda sentence: None,
+        mesh: Mesh | None,
+        seeded: bool,
+        patience: float,
+        note: Callable[[str], None],
     ) -> None:
         self.template = template
         self._patience, self._note = patience, note

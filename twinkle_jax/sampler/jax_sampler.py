@@ -474,8 +474,8 @@ def score_prompts(
     mask: Bool[Array, "batch time"],
     *,
     top: int,
-    compute_dtype: DTypeLike | None = None,
-    mesh: Mesh | None = None,
+    compute_dtype: DTypeLike | None,
+    mesh: Mesh | None,
 ) -> tuple[
     Float[Array, "batch time"], Float[Array, "batch time top"], Int[Array, "batch time top"]
 ]:

@@ -53,8 +53,8 @@ class Served(NamedTuple):
 
     name: str
     max_length: int
-    all_names: tuple[Any, ...] = ()
-    root: Any = None
+    all_names: tuple[Any, ...]
+    root: Any
 
 
 class ServedPolicy:

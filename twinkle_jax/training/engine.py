@@ -119,7 +119,7 @@ def replayed_routing(config: TrainConfig, decoder: DecoderConfig) -> Routing | N
 class PolicyActor:
     """A policy as `vLLMSampler.sync_weights` takes it; its weights are written in `dtype`."""
 
-    def __init__(self, policy: Policy, dtype: np.dtype[Any], mesh: Mesh | None = None) -> None:
+    def __init__(self, policy: Policy, dtype: np.dtype[Any], mesh: Mesh | None) -> None:
         self.policy, self.dtype, self.mesh = policy, dtype, mesh
         self.config, self.source, self.template = policy.config, policy.source, policy.template
 

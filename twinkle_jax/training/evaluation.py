@@ -107,9 +107,9 @@ def evaluate_episodes(
     params: Params,
     prompts: Sequence[Trajectory],
     *,
-    pass_k: int = 0,
-    seed: int = 0,
-    check: Callable[[], None] = lambda: None,
+    pass_k: int,
+    seed: int,
+    check: Callable[[], None],
 ) -> dict[str, float]:
     """Evaluate a policy on episodes with environments; like `evaluate`, with returns as rewards.
 

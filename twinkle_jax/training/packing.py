@@ -103,7 +103,7 @@ def plan(
         yield members, _place(part, lengths, time, count, width, several)
 
 
-def line_width(longest: int, tokens: int, *, multiple: int = 1) -> int:
+def line_width(longest: int, tokens: int, *, multiple: int) -> int:
     """Choose the width of lines: a bucket, or little more than the longest row.
 
     A bucket beyond `tokens`, those of a micro-batch on each device, is not chosen.

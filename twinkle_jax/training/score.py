@@ -75,9 +75,9 @@ def label_scores(
     hidden: Float[Array, "batch time width"],
     labels: Int[Array, "batch time"],
     *,
-    temperature: float | Float[Array, ""] = 1.0,
-    with_entropy: bool = False,
-    mesh: Mesh | None = None,
+    temperature: float | Float[Array, ""],
+    with_entropy: bool,
+    mesh: Mesh | None,
 ) -> tuple[PerToken, ...]:
     """Score labels, optionally with entropies; 0 where the label is −100.
 
