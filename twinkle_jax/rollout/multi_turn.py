@@ -131,10 +131,7 @@ class MultiTurn:
             rollout.episodes, rollout.trajectories, rollout.ground_truths, rollout.held_rows
         )
         rewards = np.nan_to_num(returns, nan=0.0)
-        weights = weights_of_parts(self.reward)
-        return rollout._replace(
-            rewards=rewards, reward_parts=parts, reward_weights=weights, episodes=episodes
-        )
+        return rollout._replace(rewards=rewards, reward_parts=parts, episodes=episodes)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable episode of each prompt.

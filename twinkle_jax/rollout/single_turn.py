@@ -91,13 +91,11 @@ class SingleTurn:
             array[held] = np.asarray(values, np.float32)
             return array
 
-        parts, weights = {}, weights_of_parts(self.reward)
-        if weights:
+        parts = {}
+        if rollout.reward_weights:
             # NaN where a reward returned None
             parts = {name: of_all_rows(values) for name, values in scores.components.items()}
-        return rollout._replace(
-            rewards=of_all_rows(scores.rewards), reward_parts=parts, reward_weights=weights
-        )
+        return rollout._replace(rewards=of_all_rows(scores.rewards), reward_parts=parts)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable completion of each prompt."""
