@@ -466,10 +466,7 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
     if file_is_locked(directory / FILE):
         raise FileExistsError(f"output_dir must not be in use by a run, got {directory}")
     source = run_to_resume(config.resume, directory)
-    if source is None:
-        _make_empty(config, directory)
-        return None
-    if source.resolve() != directory.resolve():
+    if source != directory:
         _make_empty(config, directory, source)
     return source
 
@@ -593,7 +590,7 @@ def holds_run(directory: Path) -> bool:
     return True
 
 
-def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:
+def _make_empty(config: TrainConfig, directory: Path, source: Path | None) -> None:
     """Make the directory of a run, and delete what it holds if the settings allow it.
 
     `source` is the run to resume, if it is another one.
