@@ -72,7 +72,6 @@ class Conversations:
         sampling: temperature, filters and stop tokens.
         max_length: the most tokens of a row.
         max_new_tokens: room for the tokens of a turn.
-        sampling: as for `Conversations`.
         frozen: parameters that `params` are merged into.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         mesh: devices of the parameters.
