@@ -233,6 +233,8 @@ def test_a_temperature_that_the_loss_does_not_read(model):
         scaled = model.forward_backward(inputs=INPUTS, temperature=0.5, **teacher)
     plain = model.forward_backward(inputs=INPUTS, **teacher)
     np.testing.assert_array_equal(scaled["loss"], plain["loss"])
+    scored = model.forward_only(inputs=INPUTS)["logps"]
+    np.testing.assert_array_equal(plain["logps"], scored)  # which it does not read, either
     model.set_loss("GRPOLoss")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -211,15 +211,8 @@ def micro_batches(
 ) -> Iterator[tuple[Batch, int]]:
     """Cut rows into micro-batches, each padded to a bucket of lengths.
 
-    Args:
-        features: checked input features.
-        loss_inputs: numbers for each position that the loss needs, by their name in a batch.
-        size: rows of a micro-batch; None for all.
-        row_multiple: the number of rows is a multiple of this: the devices that share them.
-        time_multiple: the padded length is a multiple of this.
-
-    Yields:
-        A micro-batch, and how many of its rows are real.
+    Yields a micro-batch, and how many of its rows are real. `loss_inputs` are numbers for each
+    position, by their name in a batch; without a size, all rows are one micro-batch.
     """
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise ValueError(f"micro_batch_size must be a positive int or None, got {size!r}")

@@ -275,18 +275,11 @@ def write_pieces(out: HostArray, values: HostArray, pieces: list[Piece]) -> None
 def align_loss_input(
     name: str, data: PerSequence | None, features: list[Feature], pieces: list[Piece]
 ) -> list[HostArray] | None:
-    """Spread the numbers that a loss needs over positions.
+    """Spread the numbers that a loss needs over positions; return a row for each sequence.
 
-    Args:
-        name: `"advantages"`, which may be one number a sequence, or log-probabilities.
-        data: one entry for each input feature, or for each sequence where rows are packed: a number
-            for each label, for each position, or for each position and the padding that
-            `forward_only` adds.
-        features: the input features.
-        pieces: their sequences.
-
-    Returns:
-        A row for each sequence, with a number for each position; None if `data` is None.
+    `data` has an entry for each input feature, or for each sequence where rows are packed: a number
+    for each label, for each position, or for each position and the padding that `forward_only`
+    adds. `"advantages"` may be one number a sequence.
     """
     if data is None:
         return None
@@ -310,15 +303,10 @@ def align_teacher(
     pieces: list[Piece],
     count: int | None = None,
 ) -> dict[str, list[HostArray]]:
-    """Split a teacher's likely tokens into the sequences of a batch.
+    """Split a teacher's likely tokens into the sequences of a batch; keep the `count` likeliest.
 
-    Args:
-        logprobs: for each input feature a row of at least its positions, with k log-probabilities
-            at each; an array or a list.
-        tokens: their ids, in the same shape.
-        features: the input features.
-        pieces: their sequences.
-        count: how many of the likeliest tokens to keep; None for all.
+    `logprobs` and their `tokens` have for each input feature a row of at least its positions, with
+    k numbers at each.
 
     Returns:
         `teacher_logprobs` and `teacher_tokens`, each with an array [time, k] for each sequence.

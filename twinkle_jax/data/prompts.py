@@ -211,15 +211,7 @@ def read_gsm8k(
 
 
 def download_split(repository: str, split: str, *, subset: str = "main") -> list[Path]:
-    """Download a split of a data set, unless it is in huggingface_hub's cache.
-
-    Args:
-        repository: its id, such as `openai/gsm8k`.
-        split: `train` or `test`.
-        subset: the folder of the files.
-
-    Returns:
-        Its Parquet files, in order.
+    """Download the Parquet files of a split of a data set, in the folder that a subset has.
 
     Raises:
         ValueError: if the data set has no such files.

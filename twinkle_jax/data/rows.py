@@ -278,7 +278,7 @@ def _cell(value: Any) -> Any:
 
 def column_function(
     function: Callable[[Columns], Mapping[str, Sequence[Any]]],
-    remove_columns: str | Sequence[str] = (),
+    remove_columns: str | Sequence[str],
 ) -> Callable[[list[Row]], list[Row]]:
     """Turn a function of columns into one of rows, which adds or replaces columns."""
     removed = {remove_columns} if isinstance(remove_columns, str) else set(remove_columns or ())

@@ -36,9 +36,9 @@ def at_least(least: float, *, default: Any, may_change: bool = False) -> Any:
     return _ranged(default, may_change, lambda x: least <= x < math.inf, f"at least {least}")
 
 
-def positive(*, default: Any, may_change: bool = False) -> Any:
+def positive(*, default: Any) -> Any:
     """Make a field for finite numbers above 0."""
-    return _ranged(default, may_change, lambda x: 0 < x < math.inf, "above 0 and finite")
+    return _ranged(default, False, lambda x: 0 < x < math.inf, "above 0 and finite")
 
 
 def seconds(*, default: Any, may_change: bool = False) -> Any:

@@ -22,13 +22,7 @@ def open_text(path: Path) -> Iterator[TextIO]:
 
 
 def parse_json(text: str) -> Any:
-    r"""Parse JSON.
-
-    Args:
-        text: one JSON value.
-
-    Returns:
-        The value.
+    r"""Parse one JSON value.
 
     Raises:
         ValueError: for anything that is not JSON, duplicate keys, NaN, Infinity, numbers beyond
@@ -42,10 +36,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_json_at(text: str, start: int) -> tuple[Any, int]:
-    """Parse the JSON value that begins at a place of a text, whatever follows it.
-
-    Returns:
-        The value, and where it ends.
+    """Parse the JSON value that begins at a place of a text; return it, and where it ends.
 
     Raises:
         ValueError: as `parse_json`.

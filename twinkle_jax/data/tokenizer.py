@@ -325,10 +325,6 @@ class ControlTokens:
     tokenizer calls them special. Other added tokens, which some tokenizers have for blank lines or
     HTML, are text.
 
-    Args:
-        backend: the tokenizer of the `tokenizers` library with these tokens.
-        chat_template: the source of its chat template, or None.
-
     Attributes:
         special_tags: special tokens that are words of a completion: `<think>`, `<tool_call>`.
         special_ids: the ids of the other special tokens.
@@ -354,14 +350,9 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def hide(self, value: Any, *, trusted: bool = False) -> Any:
-        """Hide control tokens in all strings and keys of a message, or of another JSON value.
+        """Hide control tokens in all strings and keys of a copy of a message, or other JSON value.
 
-        Args:
-            value: strings, dictionaries and lists of them, other values of JSON.
-            trusted: whether tokens that are not special, such as `<think>`, may be written.
-
-        Returns:
-            A copy in which no string spells a control token.
+        Trusted ones may write tokens that are not special, such as `<think>`.
         """
         spellings = self._of_special if trusted else self._of_hidden
         if isinstance(value, Mapping):
@@ -446,17 +437,11 @@ def _hidden(character: str) -> str:
 
 
 class _Spellings(NamedTuple):
-    """How text may spell some control tokens.
+    """How text may spell some control tokens."""
 
-    Attributes:
-        anywhere: matches where one of them begins, or the sign of hidden characters.
-        starts: proper beginnings of them.
-        ends: proper ends of them.
-    """
-
-    anywhere: re.Pattern[str]
-    starts: tuple[str, ...]
-    ends: tuple[str, ...]
+    anywhere: re.Pattern[str]  # matches where one of them begins, or the sign of hidden characters
+    starts: tuple[str, ...]  # proper beginnings of them
+    ends: tuple[str, ...]  # proper ends of them
 
     @classmethod
     def of(cls, tokens: Iterable[str]) -> Self:

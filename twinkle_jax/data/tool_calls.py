@@ -88,20 +88,15 @@ class _Block(NamedTuple):
 class _Form(NamedTuple):
     """A call that is JSON after a marker.
 
-    Attributes:
-        opening: what stands before the JSON. With a group `name` or `function`, the JSON is the
-            arguments of this function; otherwise it is a call with its name, or a list of calls.
-        closing: what must follow the JSON.
-        end: the end of a call whose JSON is broken.
-        arguments: names of the arguments in a call.
-        read: reads the JSON that begins at a place, and returns it and its end.
+    If that has a group `name` or `function`, the JSON is the arguments of this function; otherwise
+    it is a call with its name, or a list of calls.
     """
 
-    opening: str
-    closing: str = ""
-    end: str = r"\Z"
-    arguments: tuple[str, ...] = ("arguments",)
-    read: Callable[[str, int], tuple[Any, int]] = parse_json_at
+    opening: str  # the marker
+    closing: str = ""  # what must follow the JSON
+    end: str = r"\Z"  # of a call whose JSON is broken
+    arguments: tuple[str, ...] = ("arguments",)  # their names in a call
+    read: Callable[[str, int], tuple[Any, int]] = parse_json_at  # the JSON at a place, and its end
 
 
 def _read_gemma(text: str, start: int) -> tuple[Any, int]:
@@ -291,14 +286,8 @@ def parse_glm_calls(text: str) -> ParsedToolCalls:
     r"""Parse `<tool_call>` blocks of GLM-4.5: a name, and keys and values of its arguments in tags.
 
     A value is JSON if it can be, otherwise text, as it stands. Without arguments a block holds a
-    name alone.
-
-    Args:
-        text: what the assistant wrote.
-
-    Returns:
-        Calls, errors and the text around them. Errors are duplicate keys, anything but white space
-        between tags, and a block that is not closed: it may lack arguments.
+    name alone. Errors are duplicate keys, anything but white space between tags, and a block that
+    is not closed: it may lack arguments.
 
     Example:
         >>> text = "<tool_call>add\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
@@ -445,7 +434,7 @@ def _parse_form(text: str, form: _Form) -> ParsedToolCalls:
     at = 0
     while len(errors) < _BROKEN and (match := opening.search(text, at)):
         found_calls: list[Any] = []
-        problem = None
+        problems: list[ValueError] = []
         try:
             value, at = form.read(text, match.end())
             closed = closing.match(text, at)
@@ -453,7 +442,7 @@ def _parse_form(text: str, form: _Form) -> ParsedToolCalls:
                 raise ValueError("a call must end after its arguments")
             at, found_calls = closed.end(), _calls_of(value, match)
         except ValueError as error:
-            problem = error
+            problems.append(error)
             ended = end.search(text, match.end())
             at = ended.end() if ended else len(text)
         blocks.append(_Block(match.start(), "", at, True))
@@ -461,12 +450,11 @@ def _parse_form(text: str, form: _Form) -> ParsedToolCalls:
             try:
                 calls.append(_read_call(call, form.arguments))
             except ValueError as error:
-                errors.append(_error(error, text, blocks[-1])._replace(name=_name(match)))
+                problems.append(error)
                 continue
             if isinstance(call.get("id"), str) and _ID.fullmatch(call["id"]):
                 calls[-1]["id"] = call["id"]
-        if problem is not None:
-            errors.append(_error(problem, text, blocks[-1])._replace(name=_name(match)))
+        errors += [_error(x, text, blocks[-1])._replace(name=_name(match)) for x in problems]
     return ParsedToolCalls(calls, errors, _without(text, blocks))
 
 

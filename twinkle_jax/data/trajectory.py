@@ -226,15 +226,9 @@ def completion_text(trajectory: Mapping[str, Any]) -> str:
 def extend_feature(
     feature: Mapping[str, Any], tokens: list[int], *, labelled: bool
 ) -> InputFeature:
-    """Copy a feature with tokens added.
+    """Copy a feature with tokens added, which have labels if they were sampled.
 
-    Args:
-        feature: an input feature; its labels hold at each position the token that follows.
-        tokens: what is added.
-        labelled: whether the added tokens get labels, as sampled ones do.
-
-    Returns:
-        The longer feature. The last position before the new tokens predicts the first of them.
+    The last position before the new tokens predicts the first of them.
     """
     ids = np.asarray(feature["input_ids"], np.int32).reshape(-1)
     labels = feature.get("labels")

@@ -18,10 +18,6 @@ class WorkerProcess:
 
     It is started, not forked, and does not import the caller's script. It ends with this object.
     One thread at a time may use it.
-
-    Args:
-        script: what to run.
-        arguments: of the script.
     """
 
     def __init__(self, script: Path, *arguments: str) -> None:
@@ -76,13 +72,9 @@ class WorkerProcess:
         return self.process.stdout.readline()
 
     def end(self, *, patience: float = 2.0) -> str:
-        """End the process, and those that it has started: idle ones end by themselves.
+        """End the process, and those that it has started; a busy one is killed after `patience`.
 
-        Args:
-            patience: seconds after which a busy one is killed.
-
-        Returns:
-            The end of what it wrote to standard error; empty if none was started.
+        Returns the end of what it wrote to standard error; empty if none was started.
         """
         return _end(self._running, patience)
 

@@ -239,8 +239,7 @@ class _AsyncReward(Reward):
     def __call__(
         self, trajectories: Sequence[Trajectory], ground_truths: GroundTruths = None, **kwargs: Any
     ) -> list[float]:
-        scores: list[float] = self._call(trajectories, ground_truths, **kwargs)
-        return scores
+        return self._call(trajectories, ground_truths, **kwargs)
 
 
 def _is_async(function: Callable[..., Any]) -> bool:

@@ -43,7 +43,7 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def answer_words(text: str, stem: Callable[[str], str] = str) -> list[str]:
+def answer_words(text: str, stem: Callable[[str], str]) -> list[str]:
     """Split a short answer into words, without case, punctuation and articles."""
     bare = text.lower().translate(_PUNCTUATION)
     return [stem(word) for word in _ARTICLES.sub(" ", bare).split()]

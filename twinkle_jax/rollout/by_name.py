@@ -122,11 +122,9 @@ def find_tools(name: str) -> list[Callable[..., Any]]:
 
 
 def _named_tools(name: str) -> tuple[str, dict[str, tuple[Callable[..., Any], Sequence[Any]]]]:
-    """Find tools.
+    """Find tools: their module or file, and by the name of each its function and its place there.
 
-    Returns:
-        Their module or file; and by the name of each tool, the function and where the module has
-        it: the name of an attribute, and an index if that attribute is a list.
+    The place is the name of an attribute, and an index if that attribute is a list.
     """
     tools: list[tuple[Callable[..., Any], Sequence[Any]]]
     module_name, _, attribute = name.rpartition(":")
@@ -366,8 +364,7 @@ class OpenEnvEnvironment:
             code, message = response["data"].get("code"), response["data"].get("message")
             error_type = _InvalidActionError if code == "VALIDATION_ERROR" else RuntimeError
             raise error_type(f"{code}: {message!s:.400}")
-        result: Mapping[str, Any] = response["data"]
-        return result
+        return response["data"]
 
 
 class _InvalidActionError(ValueError):
@@ -379,12 +376,7 @@ def _without_protocol(observation: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def openenv_text(observation: Any, text_fields: Sequence[str] = _TEXT_FIELDS) -> str:
-    """Return the text of an observation of OpenEnv: its first text field, or all of it as JSON.
-
-    Args:
-        observation: text, a dictionary, a pydantic model, or None for no text.
-        text_fields: names of fields that are text, first to last.
-    """
+    """Return the text of an observation of OpenEnv: its first text field, or all of it as JSON."""
     if observation is None or isinstance(observation, str):
         return observation or ""
     if hasattr(observation, "model_dump"):

@@ -288,12 +288,9 @@ class _RereadingEngine:
 
 
 def among_all_rows(completions: Completions, numbers: Sequence[int], count: int) -> Completions:
-    """Place completions at their rows' numbers among `count` rows; the other rows are empty.
+    """Place completions on the host at their rows' numbers; the others of `count` rows are empty.
 
-    Args:
-        completions: on the host, in the order of `numbers`; further ones are padding.
-        numbers: of the rows.
-        count: of all rows.
+    Completions beyond these numbers are padding.
     """
 
     def scatter(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -301,8 +298,7 @@ def among_all_rows(completions: Completions, numbers: Sequence[int], count: int)
         of_all_rows[list(numbers)] = values[: len(numbers)]
         return of_all_rows
 
-    scattered: Completions = jax.tree.map(scatter, completions)
-    return scattered
+    return jax.tree.map(scatter, completions)
 
 
 @jax.jit
@@ -368,13 +364,9 @@ def _not_finite(
 
 
 def check_logits(broken: np.ndarray[Any, Any]) -> None:
-    """Raise if the logits of rows were not finite; all processes must call this with all rows.
+    """Raise a LogitsError if rows drew tokens with NaN as log-probability.
 
-    Args:
-        broken: for each row, whether a token that it drew has NaN as log-probability.
-
-    Raises:
-        LogitsError: with the number of such rows.
+    All processes must call this with all rows.
     """
     if broken.any():
         raise LogitsError(describe_broken(int(broken.sum()), len(broken)))

@@ -123,14 +123,7 @@ EnvironmentFactory = Callable[[], Any]
 
 
 class Reply(NamedTuple):
-    """A checked reply of an environment.
-
-    Attributes:
-        messages: the observation, of the user or a tool.
-        reward: of the turn; finite.
-        done: whether the episode is over.
-        info: numbers, by name; NaN and infinite ones too.
-    """
+    """A checked reply of an environment: a finite reward; numbers in `info` may be any."""
 
     messages: list[Message]
     reward: float = 0.0
@@ -182,12 +175,9 @@ def describe_failure(error: BaseException) -> str:
 
 
 class Session:
-    """The environment of an episode; its replies are checked, and it is closed once.
+    """The environment of an episode, made at `reset`; its replies are checked, it is closed once.
 
-    Args:
-        factory: makes the environment, at `reset`.
-        max_characters: of an observation; the middle of longer ones is left out.
-        run: waits for the result of an `async` method.
+    Longer observations than `max_characters` lose their middle; `run` waits for `async` methods.
     """
 
     def __init__(
@@ -343,13 +333,7 @@ def _as_float(number: Any) -> float:
 
 
 class Call:
-    """A call in a thread.
-
-    Attributes:
-        value: that it returned.
-        error: that it raised; `TimeoutError` after a timeout.
-        seconds: that it took.
-    """
+    """A call in a thread: what it returned or raised, `TimeoutError` after a timeout, and when."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self.function = function
@@ -364,11 +348,8 @@ class CallPool:
     """Calls functions in threads, with a timeout.
 
     A thread cannot be ended from outside. After a timeout its call is abandoned: the result is
-    ignored, and another thread takes its place. Threads do not keep the process from exiting.
-
-    Args:
-        threads: concurrent calls; the timeout of other calls starts when they do.
-        timeout: seconds for a call.
+    ignored, and another thread takes its place. Threads do not keep the process from exiting. The
+    timeout of a call, in seconds, starts when a thread is free for it.
     """
 
     def __init__(self, threads: int, timeout: float) -> None:

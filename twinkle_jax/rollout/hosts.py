@@ -159,11 +159,7 @@ def held_rows(array: Array) -> RowMask:
 
 
 def read_held(arrays: Any) -> Any:
-    """Copy the rows that this process holds to the host, in one transfer; the others are 0.
-
-    Args:
-        arrays: an array, or a tree of them.
-    """
+    """Copy the rows that this process holds to the host, in one transfer; the others are 0."""
     leaves, structure = jax.tree.flatten(arrays)
     if not any(map(_is_spread, leaves)):
         return jax.device_get(arrays)
@@ -196,10 +192,7 @@ def read_if_spread(array: Any) -> Any:
 def gather_rows(parts: Any, count: int) -> Any:
     """Join the rows of all processes, in their order, on every host; all processes must call this.
 
-    Args:
-        parts: a tree of arrays with the rows that `deal` gives to this process; the last processes
-            may have fewer.
-        count: rows of all processes.
+    `parts` have the rows that `deal` gives to this process, of `count` in all.
     """
     if not several():
         return parts
@@ -214,7 +207,6 @@ def gather_rows(parts: Any, count: int) -> Any:
         (np.asarray(jax.process_index(), np.int32), jax.tree.map(fill, parts))
     )
     order = np.argsort(gathered[0])
-
     sizes = [min(share_size, max(0, count - i * share_size)) for i in range(jax.process_count())]
 
     def join(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -226,16 +218,10 @@ def gather_rows(parts: Any, count: int) -> Any:
 def merge_rows(
     call: str, held: RowMask, compute: Callable[[], dict[str, np.ndarray[Any, Any]]]
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Compute numbers for the rows of each process, and gather those of all rows.
+    """Compute numbers for the rows that each process holds, and gather those of all rows.
 
-    Args:
-        call: for `share`.
-        held: True for rows that this process computes.
-        compute: returns arrays by name, with one number a row; other rows are not read.
-
-    Returns:
-        The arrays with the numbers of all rows; for rows that no process has computed NaN, or 0
-        among integers.
+    `compute` returns arrays by name, with one number a row; rows that this process does not hold
+    are not read. Rows that no process has computed are NaN, or 0 among integers.
     """
     if not several():
         return compute()

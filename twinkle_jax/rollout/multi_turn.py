@@ -131,10 +131,7 @@ class MultiTurn:
             rollout.episodes, rollout.trajectories, rollout.ground_truths, rollout.held_rows
         )
         rewards = np.nan_to_num(returns, nan=0.0)
-        weights = weights_of_parts(self.reward)
-        return rollout._replace(
-            rewards=rewards, reward_parts=parts, reward_weights=weights, episodes=episodes
-        )
+        return rollout._replace(rewards=rewards, reward_parts=parts, episodes=episodes)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable episode of each prompt.
@@ -325,12 +322,10 @@ class MultiTurn:
         ground_truths: Sequence[Any],
         held: hosts.RowMask,
     ) -> tuple[np.ndarray[Any, Any], dict[str, np.ndarray[Any, Any]], list[Episode]]:
-        """Call the reward function, and compute returns.
+        """Compute returns, each of several rewards by its name, and copies of scored episodes.
 
-        Returns:
-            The returns; each of several rewards by its name; and copies of the episodes, with the
-            reward added to `final_reward`. Returns and rewards are NaN for failed episodes, and for
-            those that another process has played.
+        Returns and rewards are NaN for failed episodes, and for those that another process has
+        played.
         """
         scored = list(episodes)
         played = [i for i in np.flatnonzero(held).tolist() if not episodes[i].failed]
@@ -401,18 +396,11 @@ def _gather(
 
 
 class _EnvironmentReply(NamedTuple):
-    """The reply of an environment, in a form that can be sent to other processes.
-
-    Attributes:
-        seconds: that the call took.
-        value: a `Reply` as a list, or the final reward.
-        cause: of a failure; empty for none.
-        error: of a failure.
-    """
+    """The reply of an environment, in a form that can be sent to other processes."""
 
     seconds: float
-    value: Any = None
-    cause: str = ""
+    value: Any = None  # a `Reply` as a list, or the final reward
+    cause: str = ""  # of a failure
     error: str = ""
 
 
@@ -420,13 +408,8 @@ class _EnvironmentReply(NamedTuple):
 class _RunningEpisode:
     """An episode while it is played.
 
-    Attributes:
-        held: whether this process plays it; otherwise another process sends the replies.
-        stage: `in_environment` during a call of the environment, `replied` until the observation is
-            encoded, `ready` for a turn of the policy, `ended`.
-        record: the episode so far.
-        observation: messages of the environment that the policy has not read yet.
-        closing: the calls that close environments; each is closed by one call.
+    Its stage is `in_environment` during a call of the environment, `replied` until the observation
+    is encoded, then `ready` for a turn of the policy, and at last `ended`.
     """
 
     source: MultiTurn
@@ -434,11 +417,11 @@ class _RunningEpisode:
     row: Trajectory
     seed: int
     number: int
-    held: bool = True
+    held: bool  # whether this process plays it; otherwise another process sends the replies
     stage: Literal["in_environment", "replied", "ready", "ended"] = "in_environment"
     call: Call | None = None
-    observation: list[Message] = field(default_factory=list)
-    closing: list[Call] = field(default_factory=list)
+    observation: list[Message] = field(default_factory=list)  # that the policy has not read yet
+    closing: list[Call] = field(default_factory=list)  # of environments, one call for each
     seconds: float = 0.0
 
     def __post_init__(self) -> None:

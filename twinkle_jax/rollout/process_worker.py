@@ -189,11 +189,9 @@ class _Runner:
 
 
 class _Server:
-    """Starts and ends runners, and passes their answers on.
+    """Starts and ends runners, and writes their answers to a file descriptor.
 
-    Args:
-        answers: file descriptor that answers are written to.
-        make: makes the function that runs calls; called in a runner.
+    `make` is called in a runner, and makes the function that runs calls.
     """
 
     def __init__(self, answers: int, make: Callable[[], Handler]) -> None:

@@ -73,11 +73,8 @@ class _Answers:
 class Processes:
     """Runs calls of a user's file in forks of a process that has imported it.
 
-    The process is started by the first request, and again if it has ended. Thread-safe.
-
-    Args:
-        description: of what the process imports, see `process_worker`.
-        limits: of each call.
+    The process is started by the first request, and again if it has ended. Thread-safe. What it
+    imports is described in the form of `process_worker`, as are requests.
     """
 
     def __init__(self, description: Mapping[str, Any], limits: ProcessLimits) -> None:
@@ -96,12 +93,7 @@ class Processes:
     def request(
         self, request: Mapping[str, Any], *, start_process: bool, seconds: float | None = None
     ) -> Any:
-        """Send a request, and wait for its answer.
-
-        Args:
-            request: see `process_worker`.
-            start_process: start the process if it is not running.
-            seconds: maximum time to wait; None for a request without an answer.
+        """Send a request, and wait for its answer; without `seconds` there is none.
 
         Raises:
             ProcessFailedError: if there is no answer, or the runner has died or failed.
@@ -182,11 +174,7 @@ def tools_in_processes(
 ) -> list[Callable[..., Any]]:
     """Wrap functions so that each call runs in a separate process.
 
-    Args:
-        functions: by name: the function, and where its module has it: the name of an attribute,
-            and an index if that attribute is a list.
-        module_name: `FILE.py` or `MODULE`.
-        limits: of a call.
+    Each has its place in the module: the name of an attribute, and an index if that is a list.
     """
     keys = {name: list(key) for name, (_, key) in functions.items()}
     processes = Processes({"kind": "tools", "module": module_name, "functions": keys}, limits)
@@ -206,9 +194,6 @@ class ProcessEnvironment:
     """An environment in a separate process, which lasts as long as the episode.
 
     If it hangs, it is killed with all processes that it has started, and no thread is left over.
-
-    Args:
-        processes: runners of environments.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -239,11 +224,6 @@ class ProcessEnvironment:
 
 
 def environments_in_processes(name: str, limits: ProcessLimits) -> Callable[[], Any]:
-    """Return a function that makes environments, each in a separate process.
-
-    Args:
-        name: as for `find_environment`.
-        limits: of each call.
-    """
+    """Return a function that makes environments, each in a separate process."""
     description = {"kind": "environments", "name": name}
     return functools.partial(ProcessEnvironment, Processes(description, limits))

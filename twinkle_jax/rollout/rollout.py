@@ -244,8 +244,7 @@ def with_advantages(
             f"advantages must have shape {(rows,)} (one a row) or {(rows, time)} (one a "
             f"position), got {advantages.shape}"
         )
-    with_them: Batch = _with_advantages(batch, advantages)
-    return with_them
+    return _with_advantages(batch, advantages)
 
 
 @jax.jit

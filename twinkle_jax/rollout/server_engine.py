@@ -86,18 +86,17 @@ class ServerEngine:
     as with filters at a temperature other than 1, the call is refused.
 
     With several processes, each draws an equal share of the completions. The weights, of which each
-    holds a part, are written by all and loaded once.
+    holds a part, are written by all and loaded once: the server then has a `SharedClient`.
 
     Args:
-        server: draws; with several processes, with a `SharedClient` that loads.
+        server: draws.
         shared_dir: where weights are written, for the server to load.
         actor: makes the policy that the server is to have from trained parameters.
         template: encodes conversations, and decodes tokens.
         settings: of sampling; checked here, before anything is drawn.
         mesh: of the parameters; None for one device.
-        seeded: whether each prompt has a seed of its own.
-        patience: seconds to wait for a server that is gone or busy; its weights are then loaded
-            again.
+        seeded: as `ServerConfig` has it.
+        patience: likewise.
         note: shows a sentence to the user.
 
     Raises:
@@ -112,10 +111,10 @@ class ServerEngine:
         template: Template,
         settings: RolloutConfig,
         *,
-        mesh: Mesh | None = None,
-        seeded: bool = True,
-        patience: float = 0.0,
-        note: Callable[[str], None] = lambda sentence: None,
+        mesh: Mesh | None,
+        seeded: bool,
+        patience: float,
+        note: Callable[[str], None],
     ) -> None:
         self.template = template
         self._patience, self._note = patience, note
@@ -195,12 +194,6 @@ class ServerEngine:
     ) -> PromptCompletions:
         """Draw completions; arrays of the host, or with several processes spread over devices.
 
-        Args:
-            params: the current trained parameters.
-            prompts: conversations in which the assistant speaks next.
-            key: of this call; each prompt draws with a seed of its own.
-            settings: without `auto` values.
-
         Raises:
             ValueError: if a prompt is too long.
             ServerError: if the server cannot be reached, takes too long, has other weights, or
@@ -208,7 +201,7 @@ class ServerEngine:
         """
         self.load(params)
         call = self._call(prompts, key, settings)
-        drawn = self._complete(call)
+        drawn = self.complete(call)
         if hosts.several():  # the process that holds a row decodes and scores it
             drawn = hosts.spread_rows(drawn, self._mesh)
         return PromptCompletions(*pad_prompts(call.rows), drawn)
@@ -232,7 +225,7 @@ class ServerEngine:
             "encoding prompts",
             lambda: prompt_ids(self.template, prompts, longest=settings.max_prompt_tokens),
         )
-        seeds = np.asarray(_prompt_seeds(key, len(rows))).tolist()
+        seeds = np.asarray(_row_seeds(jax.random.split(key, len(rows)))).tolist()
         limits = [settings.max_new_tokens] * len(rows)
         return _Call(rows, seeds, limits, settings, settings.num_samples)
 
@@ -247,17 +240,8 @@ class ServerEngine:
         if self._begun is not None:
             self._begun[1].thread.join(_JOIN_SECONDS)
 
-    def complete(
-        self,
-        rows: Sequence[list[int]],
-        seeds: Sequence[int],
-        limits: Sequence[int],
-        settings: RolloutConfig,
-    ) -> Completions:
-        """Complete each row of token ids once, with the weights loaded last; host arrays."""
-        return self._complete(_Call(rows, seeds, limits, settings, 1))
-
-    def _complete(self, call: "_Call") -> Completions:
+    def complete(self, call: "_Call") -> Completions:
+        """Complete rows of token ids with the weights loaded last; host arrays."""
         begun, self._begun = self._begun, None
         answers = begun[1].result if begun is not None and begun[0] == call else None
         end: Deadline | None = None
@@ -282,8 +266,7 @@ class ServerEngine:
         drawn = self._lay_out(call, completed[0])
         of_prompts = jax.tree.map(lambda x: x.reshape(-1, call.num_samples, *x.shape[1:]), drawn)
         gathered = hosts.gather_rows(of_prompts, len(call.rows))
-        completions: Completions = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
-        return completions
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), gathered)
 
     def _ask(self, call: "_Call") -> list[ServerCompletions]:
         """Ask for this process's share of the completions."""
@@ -308,7 +291,7 @@ class ServerEngine:
 
 
 class _Call(NamedTuple):
-    """Completions that all processes together ask for; see `ServerEngine.complete`."""
+    """Completions that all processes together ask for."""
 
     rows: Sequence[list[int]]
     seeds: Sequence[int]
@@ -330,13 +313,14 @@ class _ServerTurns:
     ) -> Completions:
         """Draw the next turn of some of the rows."""
         seeds = np.asarray(_row_seeds(keys))
-        drawn = self.engine.complete(
+        call = _Call(
             [list(row) for row in rows.values()],
             [int(seeds[number]) for number in rows],
             [limits[number] for number in rows],
             self.settings,
+            num_samples=1,
         )
-        return among_all_rows(drawn, list(rows), self.count)
+        return among_all_rows(self.engine.complete(call), list(rows), self.count)
 
 
 class SharedClient(Client):
@@ -392,12 +376,7 @@ _JOIN_SECONDS = 5.0
 
 
 class _Background(Generic[Made]):
-    """Computes something in a thread.
-
-    Attributes:
-        thread: a daemon, since the process may end while a server takes its time.
-        result: of the computation.
-    """
+    """Computes something in a daemon: the process may end while a server takes its time."""
 
     def __init__(self, compute: Callable[[], Made]) -> None:
         self.result: Future[Made] = Future()
@@ -425,11 +404,6 @@ class NextRollout:
     The update that runs meanwhile deletes the parameters: the source must not read them once the
     server has loaded them. With several processes only the server works meanwhile, on completions
     of prompts: the source is one of `SingleTurn`, which samples them when they are taken.
-
-    Args:
-        source: samples.
-        engine: what the source samples with.
-        settings: of the source.
     """
 
     def __init__(
@@ -458,13 +432,9 @@ class NextRollout:
             self._begun = prompts, self._sampling.result.result
 
     def take(self, check: Callable[[], None]) -> Sampled | None:
-        """Wait for what was begun, and return it; None if nothing was.
+        """Wait for what was begun, and return it or raise what it raised; None if nothing was.
 
-        Args:
-            check: called while waiting, in a run of one process; may raise.
-
-        Raises:
-            Exception: what sampling has raised.
+        In a run of one process, `check` is called meanwhile, and may raise.
         """
         if self._begun is None:
             return None
@@ -490,21 +460,10 @@ def wait_for(
     option: str,
     note: Callable[[str], None],
 ) -> Deadline:
-    """Wait before a server that is gone or busy is asked again.
+    """Wait before a server that is gone or busy is asked again; return the end of the patience.
 
-    Args:
-        server: what to ask again.
-        end: of the patience with it; None after its first error.
-        error: in all processes.
-        patience: seconds.
-        option: the user's name for `patience`.
-        note: shows a sentence to the user.
-
-    Returns:
-        The end of the patience.
-
-    Raises:
-        Exception: `error`, if there is nothing to wait for, or no patience is left.
+    After the first error, `end` is None. The error, the same in all processes, is raised if there
+    is nothing to wait for, or no patience is left, which the user knows as `option`.
     """
     if not isinstance(error, LostServerError):
         hosts.fail(error)
@@ -545,12 +504,7 @@ _OPTIONS = (
 
 @contextmanager
 def option_names(timeout: float | None = None, *, section: str = "server") -> Iterator[None]:
-    """Name options of a run in the errors of a `ServedSampler`, which name its arguments.
-
-    Args:
-        timeout: of the calls, in seconds.
-        section: of the options.
-    """
+    """Name options of a run in the errors of a `ServedSampler`, which name its arguments."""
     try:
         yield
     except OSError as error:
@@ -585,14 +539,7 @@ def _sampling_params(settings: RolloutConfig) -> SamplingParams:
 def _on_rows(
     drawn: Sequence[DrawnSequence], width: int, routing: Routing | None, longest: int | None
 ) -> Completions:
-    """Lay completions out in rows, padded on the right.
-
-    Args:
-        drawn: on the server.
-        width: columns of the tokens.
-        routing: of the policy, if the experts of each token are known.
-        longest: columns of these experts; None for as many as are needed.
-    """
+    """Lay completions out in rows; experts take `longest` columns, or as many as are needed."""
     tokens = np.zeros((len(drawn), width), np.int32)
     logprobs = np.zeros((len(drawn), width), np.float32)
     lengths = np.asarray([len(one.tokens) for one in drawn], np.int32)
@@ -611,10 +558,6 @@ def _on_rows(
             row[: len(values)] = values
     arrays: Any = tokens, mask, logprobs, logprobs, np.asarray(reasons, np.int32), lengths, experts
     return Completions(*arrays)
-
-
-def _prompt_seeds(key: jax.Array, prompts: int) -> Int[Array, " prompts"]:
-    return _row_seeds(jax.random.split(key, prompts))
 
 
 @jax.jit

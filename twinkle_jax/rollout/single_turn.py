@@ -91,24 +91,41 @@ class SingleTurn:
             array[held] = np.asarray(values, np.float32)
             return array
 
-        parts, weights = {}, weights_of_parts(self.reward)
-        if weights:
+        parts = {}
+        if rollout.reward_weights:
             # NaN where a reward returned None
             parts = {name: of_all_rows(values) for name, values in scores.components.items()}
-        return rollout._replace(
-            rewards=of_all_rows(scores.rewards), reward_parts=parts, reward_weights=weights
-        )
+        return rollout._replace(rewards=of_all_rows(scores.rewards), reward_parts=parts)
 
     def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
         """Score the most probable completion of each prompt."""
-        prompts = PromptBatch.of(prompts)
         greedy = self.with_settings(num_samples=1, temperature=0.0)
-        texts = greedy.complete(params, prompts, jax.random.key(0))
-        return score_texts(
-            texts,
-            prompts.ground_truths,
-            lambda trajectories, truths: self._score(trajectories, truths).rewards,
-        ).astype(np.float32)
+        return greedy.complete_and_score(params, prompts, jax.random.key(0)).astype(np.float32)
+
+    def complete_and_score(
+        self,
+        params: Params,
+        prompts: Sequence[Trajectory],
+        key: jax.Array,
+        check: Callable[[], None] = lambda: None,
+    ) -> np.ndarray[Any, Any]:
+        """Complete any number of prompts, and score the completions; one number a row, in float64.
+
+        Each is scored in the process that holds it, after `check`, which may raise.
+        """
+        texts = self.complete(params, prompts, key)
+        held = np.flatnonzero(texts.held).tolist()
+        samples = self.settings.num_samples
+        truths = [x for x in PromptBatch.of(prompts).ground_truths for _ in range(samples)]
+
+        def numbers() -> dict[str, np.ndarray[Any, Any]]:
+            check()
+            rewards = np.full(len(texts.held), np.nan)
+            scores = self._score([texts.trajectories[i] for i in held], [truths[i] for i in held])
+            rewards[held] = scores.rewards
+            return {"rewards": rewards}
+
+        return hosts.merge_rows("computing rewards", texts.held, numbers)["rewards"]
 
     def complete(self, params: Params, prompts: Sequence[Trajectory], key: jax.Array) -> Texts:
         """Draw completions of any number of prompts, as text."""
@@ -122,30 +139,6 @@ class SingleTurn:
     def _score(self, trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> TrajectoryScores:
         assert self.reward is not None
         return score_trajectories(self.reward, trajectories, truths, timeout=self.reward_timeout)
-
-
-def score_texts(
-    texts: Texts,
-    ground_truths: Sequence[Any],
-    score: Callable[[list[Trajectory], list[Any]], Sequence[float]],
-) -> np.ndarray[Any, Any]:
-    """Score completions, each in the process that holds it; one number a row, in float64.
-
-    Args:
-        texts: the completions.
-        ground_truths: one a row.
-        score: called with the trajectories and ground truths of this process.
-    """
-    held = np.flatnonzero(texts.held).tolist()
-    trajectories = [texts.trajectories[i] for i in held]
-    truths = [ground_truths[i] for i in held]
-
-    def numbers() -> dict[str, np.ndarray[Any, Any]]:
-        rewards = np.full(len(texts.held), np.nan)
-        rewards[held] = score(trajectories, truths)
-        return {"rewards": rewards}
-
-    return hosts.merge_rows("computing rewards", texts.held, numbers)["rewards"]
 
 
 def training_batch(

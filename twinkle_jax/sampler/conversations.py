@@ -72,7 +72,6 @@ class Conversations:
         sampling: temperature, filters and stop tokens.
         max_length: the most tokens of a row.
         max_new_tokens: room for the tokens of a turn.
-        sampling: as for `Conversations`.
         frozen: parameters that `params` are merged into.
         compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
         mesh: devices of the parameters.
@@ -184,8 +183,7 @@ class Conversations:
         results: Completions = self._draw(state, slots, capacity)
         if not results.tokens.is_fully_addressable:  # some rows are on other processes
             results = multihost_utils.process_allgather(results, tiled=True)
-        on_host: Completions = jax.device_get(results)
-        return on_host
+        return jax.device_get(results)
 
     def _capacity_for(self, lengths: Mapping[int, int], more: int = 0) -> int:
         """Choose a capacity for rows of these lengths; in pages, that get so many more tokens."""
@@ -520,8 +518,7 @@ def take(
         layers = jax.tree_util.tree_map_with_path(reset, taken.layers)
         return taken._replace(layers=layers, length=starts)
 
-    taken: Cache = spread(on_devices(copied, setup.mesh)(cache, rows, starts), setup.mesh)
-    return taken
+    return spread(on_devices(copied, setup.mesh)(cache, rows, starts), setup.mesh)
 
 
 def read(
@@ -542,8 +539,7 @@ def read(
         compute_dtype=setup.compute_dtype,
         mesh=setup.mesh,
     )
-    spread_out: Cache = spread(longer, setup.mesh)
-    return spread_out
+    return spread(longer, setup.mesh)
 
 
 def put(
@@ -564,8 +560,7 @@ def put(
         return put_in_pages(cache, new, source, rows, source, setup.config)
 
     written = on_devices(replaced, setup.mesh)(cache, new, source, rows)
-    spread_out: Cache = spread(written, setup.mesh)
-    return spread_out
+    return spread(written, setup.mesh)
 
 
 def keep(cache: Cache, slots: Slots, *, setup: Setup) -> Cache:
@@ -575,8 +570,7 @@ def keep(cache: Cache, slots: Slots, *, setup: Setup) -> Cache:
         write = put_rows if cache.pages is None else replace_rows
         return write(cache, slots.cache, slots.row)
 
-    kept: Cache = spread(on_devices(replaced, setup.mesh)(cache, slots), setup.mesh)
-    return kept
+    return spread(on_devices(replaced, setup.mesh)(cache, slots), setup.mesh)
 
 
 def pages_with(cache: Cache, slots: Slots, *, setup: Setup) -> Int[Array, ""]:
@@ -618,8 +612,7 @@ def _empty(weights: Params, setup: Setup, rows: int, capacity: int, full: int) -
     cache = device.for_many_steps(cache, setup.mesh)
     if setup.page is not None:
         cache = on_devices(in_pages, setup.mesh)(cache)
-    empty: Cache = spread(cache, setup.mesh)
-    return empty
+    return spread(cache, setup.mesh)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -629,8 +622,7 @@ def _grow(cache: Cache, capacity: int, setup: Setup) -> Cache:
 
     in_pages = setup.page is not None
     larger = on_devices(more_pages, setup.mesh)(cache) if in_pages else with_room(cache, capacity)
-    spread_out: Cache = spread(larger, setup.mesh)
-    return spread_out
+    return spread(larger, setup.mesh)
 
 
 _lay_out = jax.jit(device.lay_out_weights, static_argnums=(1, 2))

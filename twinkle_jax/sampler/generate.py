@@ -339,16 +339,24 @@ def compile_shapes(lowered: Any) -> tuple[Any, int]:
         lowered.out_info,
         compiled.output_shardings,
     )
+    return results, peak_bytes(compiled)
+
+
+def peak_bytes(compiled: Any) -> int:
+    """Bytes per device while a compiled program runs: arguments, results and temporaries."""
     memory = compiled.memory_analysis()
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return results, int(held - memory.alias_size_in_bytes)
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
 
 
 def device_bytes(tree: Any) -> int:
-    """Count the bytes per device of arrays with these shapes and shardings."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    """Bytes per device of arrays with these shapes and shardings."""
+
+    def size(x: jax.ShapeDtypeStruct) -> int:
+        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
+        return math.prod(shape) * x.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(tree)))
 
 
 def _generate_in_one_program(

@@ -474,21 +474,12 @@ def score_prompts(
     mask: Bool[Array, "batch time"],
     *,
     top: int,
-    compute_dtype: DTypeLike | None = None,
-    mesh: Mesh | None = None,
+    compute_dtype: DTypeLike | None,
+    mesh: Mesh | None,
 ) -> tuple[
     Float[Array, "batch time"], Float[Array, "batch time top"], Int[Array, "batch time top"]
 ]:
-    """Score the token after each position, and find the most likely ones, at temperature 1.
-
-    Args:
-        params: of the decoder, adapters included.
-        config: the decoder.
-        tokens: token ids, a multiple of 16 columns or fewer.
-        mask: True for tokens.
-        top: how many of the most likely tokens to find.
-        compute_dtype: as for [`hidden_states`][twinkle_jax.model.hidden_states].
-        mesh: likewise.
+    """Score the token after each position, and find the `top` likely ones, at temperature 1.
 
     Returns:
         Log-probabilities of the next tokens, and log-probabilities and ids of the most likely ones,
@@ -503,6 +494,4 @@ def score_prompts(
         of_labels = jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]
         return of_labels, *jax.lax.top_k(logprobs, top)
 
-    scores: tuple[Array, Array, Array]
-    scores = map_logits(score, params, config, hidden, jnp.roll(tokens, -1, axis=1))
-    return scores
+    return map_logits(score, params, config, hidden, jnp.roll(tokens, -1, axis=1))

@@ -80,17 +80,13 @@ class Call(NamedTuple):
 class DrawnSequence(NamedTuple):
     """One completion as a sampler drew it.
 
-    Attributes:
-        tokens: its tokens, a stop token included.
-        logprobs: for each token, pairs of a token and its log-probability; the drawn one first.
-        end: what ended it: a stop token, a stop string, or the limit of tokens.
-        routing: the experts of each token but the last, those of the prompt included,
-            [tokens - 1, layers, chosen]; None where they were not asked for.
+    `routing` has the experts of each token but the last, those of the prompt included,
+    [tokens - 1, layers, chosen], where they were asked for.
     """
 
-    tokens: list[int]
-    logprobs: list[list[tuple[int, float]]]
-    end: End
+    tokens: list[int]  # a stop token included
+    logprobs: list[list[tuple[int, float]]]  # of each token, the drawn one first
+    end: End  # a stop token, a stop string, or the limit of tokens
     routing: HostArray | None = None
 
 

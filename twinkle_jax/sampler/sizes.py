@@ -31,36 +31,21 @@ def check_count(name: str, count: Any, least: int = 1) -> None:
 
 
 class Setup(NamedTuple):
-    """Static settings: each value is compiled once for each number of slots and capacity.
-
-    Attributes:
-        config: the decoder.
-        num_samples: rows of each prompt.
-        new: maximum number of tokens of a completion.
-        refill: free slots of a device at which they are filled.
-        compute_dtype: type of activations.
-        attention: how prompts are read.
-        mesh: over which rows are spread.
-        page: tokens of a page of the cache; None where rows are whole.
-        window_pages: most pages that a row has in sliding layers; None where they keep all tokens.
-        prompt_pages: full pages of the longest prompt, which the rows of a group share; 0 where
-            each row has its own.
-        keeps_ended: whether rows that have ended keep their pages, to be gone on with later.
-        keep_routing: whether to return the experts of each token.
-    """
+    """Static settings: each value is compiled once for each number of slots and capacity."""
 
     config: DecoderConfig
-    num_samples: int
-    new: int
-    refill: int
+    num_samples: int  # rows of each prompt
+    new: int  # the most tokens of a completion
+    refill: int  # free slots of a device at which they are filled
     compute_dtype: DTypeLike | None
-    attention: AttentionImplementation | None
-    mesh: Mesh | None
-    page: int | None = None
-    window_pages: int | None = None
+    attention: AttentionImplementation | None  # how prompts are read
+    mesh: Mesh | None  # that rows are spread over
+    page: int | None = None  # tokens of a page of the cache; None where rows are whole
+    window_pages: int | None = None  # the most of a row in sliding layers; None: they keep all
+    # Full pages of the longest prompt, which the rows of a group share; 0: each row has its own.
     prompt_pages: int = 0
-    keeps_ended: bool = False
-    keep_routing: bool = False
+    keeps_ended: bool = False  # whether rows that have ended keep their pages, to go on later
+    keep_routing: bool = False  # whether to return the experts of each token
 
     def in_pages(self, full: int) -> "Setup":
         """Choose pages for rows of at most `full` tokens; sliding layers then keep their window."""
@@ -130,21 +115,15 @@ class Setup(NamedTuple):
 class Status(NamedTuple):
     """What the host decides the next call by: integers there, scalar arrays in a program.
 
-    Attributes:
-        running: slots whose row has not ended, maximum over devices.
-        waiting: rows without a slot, maximum over devices.
-        fillable: whether some device has enough free slots to fill, and all have pages for prompts.
-        filled: tokens in the cache of the longest running row.
-        pages: pages of their own that rows have or need now, maximum over devices; 0 without pages.
-        prompt_pages: pages of prompts that rows share, likewise.
+    Numbers are those of the device that has most.
     """
 
-    running: int
-    waiting: int
-    fillable: int
-    filled: int
-    pages: int
-    prompt_pages: int = 0
+    running: int  # slots whose row has not ended
+    waiting: int  # rows without a slot
+    fillable: int  # whether some device has enough free slots, and all have pages for prompts
+    filled: int  # tokens in the cache of the longest running row
+    pages: int  # of their own that rows have or need now; 0 without pages
+    prompt_pages: int = 0  # of prompts, which rows share
 
 
 def page_for(config: DecoderConfig, full: int, mesh: Mesh | None) -> int | None:

@@ -68,32 +68,18 @@ class Completions(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Rows in the middle of their completions.
+    """Rows in the middle of their completions; padding is the size of the vocabulary."""
 
-    Attributes:
-        row: index of the row in its device's part of the queue; out of range for an empty slot.
-        pending: the last token of each row, which the cache does not hold yet.
-        cache: all tokens before it.
-        prompts: tokens of the prompt, padded with the size of the vocabulary.
-        tokens: the completion so far, padded with the size of the vocabulary.
-        logprobs: of these tokens, in the whole distribution.
-        sampling_logprobs: of these tokens, after penalty and filters.
-        lengths: tokens drawn so far.
-        limits: maximum number of tokens of each completion.
-        reasons: why a row has ended; 0 while it is running.
-        keys: random key of each row.
-    """
-
-    row: Int[Array, " slots"]
-    pending: Int[Array, " slots"]
-    cache: Cache
+    row: Int[Array, " slots"]  # its index in its device's part of the queue; out of range: none
+    pending: Int[Array, " slots"]  # the last token of each row, which the cache does not hold yet
+    cache: Cache  # all tokens before it
     prompts: Int[Array, "slots time"]
-    tokens: Int[Array, "slots new"]
-    logprobs: Float[Array, "slots new"]
-    sampling_logprobs: Float[Array, "slots new"]
-    lengths: Int[Array, " slots"]
-    limits: Int[Array, " slots"]
-    reasons: Int[Array, " slots"]
+    tokens: Int[Array, "slots new"]  # the completion so far
+    logprobs: Float[Array, "slots new"]  # in the whole distribution
+    sampling_logprobs: Float[Array, "slots new"]  # after penalty and filters
+    lengths: Int[Array, " slots"]  # tokens drawn so far
+    limits: Int[Array, " slots"]  # the most tokens of each completion
+    reasons: Int[Array, " slots"]  # why a row has ended; 0 while it is running
     keys: jax.Array
 
     @property
@@ -105,28 +91,22 @@ class Slots(NamedTuple):
 class Queue(NamedTuple):
     """Rows to be completed, the same number for each device.
 
-    Attributes:
-        prompt: of each row, its index.
-        keys: random key of each row.
-        limits: maximum number of tokens of each row; 0 for padding rows.
-        order: in which a device's rows get slots: those with the largest limit first, and samples
-            of a prompt next to each other, so that it is read once; padding rows last.
-        taken: how many rows of each device have been given a slot.
+    They get slots in an order: those with the largest limit first, and samples of a prompt next to
+    each other, so that it is read once; padding rows last.
     """
 
-    prompt: Int[Array, " rows"]
+    prompt: Int[Array, " rows"]  # its index
     keys: jax.Array
-    limits: Int[Array, " rows"]
+    limits: Int[Array, " rows"]  # the most tokens of each row; 0 for padding rows
     order: Int[Array, " rows"]
-    taken: Int[Array, " devices"]
+    taken: Int[Array, " devices"]  # rows of each device that have been given a slot
 
 
 class ReadPrompts(NamedTuple):
     """Prompts that were read last, from which later rows of their groups begin.
 
-    Attributes:
-        cache: of each device a ring of lines: its i-th prompt lies in line i modulo their number.
-        prompts: how many prompts of each device were read.
+    The cache has of each device a ring of lines: its i-th prompt lies in line i modulo their
+    number. `prompts` of each device were read.
     """
 
     cache: Cache
@@ -308,14 +288,8 @@ def run(
 ) -> tuple[State, Status]:
     """Draw tokens until slots can be refilled, half of them would do, or caches are full.
 
-    Args:
-        weights: as `lay_out_weights` lays them out.
-        state: of the rows; callers donate it.
-        sampling: as arrays.
-        setup: static settings.
-        capacity: tokens that the caches hold.
-        full: maximum number of tokens of a row; caches of this size never get full.
-        shrink: whether to stop when half the slots would do.
+    Rows have at most `full` tokens: caches of this capacity never get full. Without `shrink`, it
+    goes on where half the slots would do.
     """
     weights = for_many_steps(weights, setup.mesh)
     slots = len(state.slots.row) // setup.shards
@@ -448,19 +422,12 @@ def _order(prompt: Int[Array, " rows"], limits: Int[Array, " rows"]) -> Int[Arra
 
 
 class _NewRows(NamedTuple):
-    """Rows that get slots.
-
-    Attributes:
-        rows: with their caches; with pages, the cache holds the prompts, see `source`.
-        slot: that each gets; out of range: none.
-        source: with pages, the row of the cache that its prompt lies in.
-        prompt: its index.
-    """
+    """Rows that get slots, with their caches; with pages, the cache holds the prompts."""
 
     rows: Slots
-    slot: Int[Array, " new"]
-    source: Int[Array, " new"]
-    prompt: Int[Array, " new"]
+    slot: Int[Array, " new"]  # out of range: none
+    source: Int[Array, " new"]  # with pages, the row of the cache that its prompt lies in
+    prompt: Int[Array, " new"]  # its index
 
 
 def _next_rows(
@@ -476,9 +443,8 @@ def _next_rows(
 ) -> tuple[_NewRows, Queue, ReadPrompts | None]:
     """Give the next `size` rows of each device their prompts, and read those that were not.
 
-    Returns:
-        The rows, the queue without them, and what was read. Surplus rows, without a free slot or a
-        waiting row, are marked as ended.
+    Returns them, the queue without them, and what was read. Surplus rows, without a free slot or a
+    waiting row, are marked as ended.
     """
     vocab = setup.config.vocab_size
     rows = len(queue.limits) // setup.shards
@@ -534,8 +500,7 @@ def _next_rows(
         return cache
 
     def put(cache: Cache) -> Cache:
-        written: Cache = on_devices(put_rows, setup.mesh)(cache, read(), line)
-        return written
+        return on_devices(put_rows, setup.mesh)(cache, read(), line)
 
     def keep(cache: Cache, source: Array) -> ReadPrompts:
         back = (source[-1] - jnp.arange(lines, dtype=jnp.int32)) % lines

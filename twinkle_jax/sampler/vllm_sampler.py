@@ -29,6 +29,7 @@ from twinkle_jax.sampler.vllm_server import (
     CompletionSettings,
     Deadline,
     LogprobsMode,
+    LostServerError,
     Routing,
     ServerCompletions,
     ServerError,
@@ -215,35 +216,8 @@ class vLLMSampler:  # noqa: N801  (Twinkle's name)
         return [int(word) >> 2 for word in words]
 
 
-class ServedSampler:
-    """Draws completions of token ids on a server, which a policy's weights are loaded into.
-
-    Args:
-        client: sends requests to the server.
-        names: what the server may call the model.
-        vocab: token ids lie below it.
-        max_length: the most tokens of a row.
-        tolerance: as for `ServedPolicy`.
-        timeout: seconds that a call may take.
-        loader: as for `ServedPolicy`.
-        routing: what to read the experts of each token for; None: they are not read.
-    """
-
-    def __init__(
-        self,
-        client: Client,
-        names: Sequence[str],
-        vocab: int,
-        max_length: int,
-        *,
-        tolerance: float | None,
-        timeout: float,
-        loader: Client | None = None,
-        routing: Routing | None = None,
-    ) -> None:
-        self.vocab, self.timeout, self.routing = vocab, timeout, routing
-        self._client, self._max_length = client, max_length
-        self._policy = ServedPolicy(client, names, vocab, max_length, tolerance, loader)
+class ServedSampler(ServedPolicy):
+    """Draws completions of token ids on a server, which a policy's weights are loaded into."""
 
     def complete(
         self,
@@ -257,7 +231,7 @@ class ServedSampler:
         logprobs_kind: LogprobsKind | None = "policy",
         purpose: str = "inputs[{}]",
     ) -> list[ServerCompletions]:
-        """Draw completions of token ids.
+        """Draw completions of token ids; errors are those of `vLLMSampler.sample`.
 
         Args:
             prompts: token ids.
@@ -269,14 +243,10 @@ class ServedSampler:
                 have room; None: `params.max_tokens`, or fewer where there is less room.
             logprobs_kind: as for `vLLMSampler.sample`.
             purpose: what errors call a request, with {} for the number of its prompt.
-
-        Raises:
-            ValueError: as `vLLMSampler.sample`.
-            ServerError: as `vLLMSampler.sample`.
         """
         modes = usable_modes(params, logprobs_kind, self.vocab)
         deadline = Deadline(self.timeout)
-        served, mode = self._policy.check(deadline)
+        served, mode = self.check(deadline)
         check_mode(self._client.url, mode, modes, logprobs_kind)
         requests = []
         for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
@@ -300,49 +270,16 @@ class ServedSampler:
         try:
             answers: list[ServerCompletions] = self._client.send_requests(deadline, requests)
             # A server that was restarted meanwhile has other weights for what was sent again.
-            self._policy.check_weights(deadline, served)
+            self._check_weights(self._client, deadline, served, LostServerError)
         except ServerError:
             if deadline.remaining:
-                self._policy.check(deadline)  # one that was restarted may not know the adapter
+                self.check(deadline)  # one that was restarted may not know the adapter
             raise
         return answers
-
-    def load(self, actor: Actor, shared_dir: Path, *, merge: bool = False) -> None:
-        """Have the server load an actor's checkpoint or adapter, and verify it.
-
-        Raises:
-            ValueError: if a parameter is not finite.
-            ServerError: if loading or verification fails; `complete` then raises too, until a later
-                call succeeds.
-        """
-        self._policy.load(Deadline(self.timeout), actor, shared_dir, merge=merge)
-
-    def restore(self) -> None:
-        """Have a server that was restarted load the weights of the last `load` from their files.
-
-        Raises:
-            ServerError: if it cannot, or then has other weights than it had.
-        """
-        self._policy.restore(Deadline(self.timeout))
-
-    def remove_adapters(self, shared_dir: Path) -> None:
-        """Have the server forget adapters that were written to a directory, and delete them.
-
-        One process calls this, before it loads any, for a directory that no other run writes to.
-        """
-        self._policy.remove_adapters(Deadline(self.timeout), shared_dir)
 
     def wait(self, seconds: float) -> None:
         """Wait, or end the wait at `cancel`."""
         self._client.cancelled.wait(seconds)
-
-    def room(self) -> int:
-        """Ask the server how many tokens a row may have there.
-
-        Raises:
-            ServerError: if it cannot be reached, or has another model.
-        """
-        return self._policy.find_model(self._client, Deadline(self.timeout)).max_length
 
     def cancel(self) -> None:
         """End all calls, those that are running in other threads and later ones, with an error."""

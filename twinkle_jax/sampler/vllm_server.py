@@ -75,34 +75,22 @@ class LostServerError(ServerError):
 class Request(NamedTuple):
     """A request, and how its answer is read.
 
-    Attributes:
-        method: GET or POST.
-        path: the route.
-        body: what to send as JSON; None for nothing.
-        read: reads the JSON of an answer; raises a ValueError of the form "EXPECTED, got VALUE".
-            None: only the status is checked.
-        purpose: what the request is for, in errors.
-        max_bytes: the longest answer.
-        hints: what to do after a status, in errors.
-        repeat: whether it may be sent again.
+    `read` reads the JSON of an answer, and raises a ValueError of the form "EXPECTED, got VALUE".
+    Without it, only the status is checked.
     """
 
     method: str
     path: str
-    body: Any = None
+    body: Any = None  # to be sent as JSON
     read: Callable[[Any], Any] | None = None
-    purpose: str = ""
-    max_bytes: int = 2**20
-    hints: Mapping[int, str] | None = None
-    repeat: bool = True
+    purpose: str = ""  # what it is for, in errors
+    max_bytes: int = 2**20  # of an answer
+    hints: Mapping[int, str] | None = None  # what to do after a status, in errors
+    repeat: bool = True  # whether it may be sent again
 
 
 class Deadline:
-    """The time limit of a call, for all of its requests together.
-
-    Args:
-        seconds: from now on.
-    """
+    """The time limit of a call, for all of its requests together, in seconds from now on."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -153,10 +141,7 @@ class Client:
         return self.send_requests(deadline, [request])[0]
 
     def send_requests(self, deadline: Deadline, requests: Sequence[Request]) -> list[Any]:
-        """Send requests concurrently, with retries.
-
-        Returns:
-            The results of their `read`, in order; None for requests without one.
+        """Send requests concurrently, with retries; return the results of their `read`, in order.
 
         Raises:
             ServerError: for the first request that fails, takes too long or gets an invalid
@@ -368,29 +353,17 @@ class Routing(NamedTuple):
 
 
 class CompletionSettings(NamedTuple):
-    """One prompt, and how it is completed.
+    """One prompt, and how it is completed."""
 
-    Attributes:
-        model: the name that the server has for the model or the adapter.
-        prompt: token ids.
-        num_samples: completions.
-        max_tokens: the most tokens of each.
-        seed: of their randomness; None leaves it to the server.
-        params: how to draw.
-        stops: where to end.
-        vocab: token ids lie below it.
-        routing: what to read the experts of each token for; None: they are not read.
-    """
-
-    model: str
+    model: str  # the server's name of the model or the adapter
     prompt: list[int]
     num_samples: int
-    max_tokens: int
-    seed: int | None
+    max_tokens: int  # of each
+    seed: int | None  # None leaves it to the server
     params: SamplingParams
     stops: Stops
-    vocab: int
-    routing: Routing | None = None
+    vocab: int  # token ids lie below it
+    routing: Routing | None = None  # None: experts are not read
 
 
 class ServerCompletions(NamedTuple):
@@ -447,11 +420,7 @@ def _tops(params: SamplingParams) -> int:
 
 
 def _read_completions(settings: CompletionSettings, answer: Any) -> ServerCompletions:
-    """Read completions.
-
-    Raises:
-        ValueError: if the answer does not fit the request.
-    """
+    """Read completions; raises a ValueError if the answer does not fit the request."""
     count = 1 if settings.params.temperature == 0 else settings.num_samples
     answer = read_object("an object", answer)
     if answer.get("model") != settings.model:

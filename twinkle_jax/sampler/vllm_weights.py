@@ -25,6 +25,7 @@ from twinkle_jax.sampler.vllm_server import (
     LogprobsMode,
     LostServerError,
     Request,
+    Routing,
     ServerCompletions,
     ServerError,
     completion_request,
@@ -52,8 +53,8 @@ class Served(NamedTuple):
 
     name: str
     max_length: int
-    all_names: tuple[Any, ...] = ()
-    root: Any = None
+    all_names: tuple[Any, ...]
+    root: Any
 
 
 class ServedPolicy:
@@ -65,8 +66,10 @@ class ServedPolicy:
         vocab: token ids lie below it.
         max_length: the most tokens of a row.
         tolerance: by how much scores may differ on average; None: by the actor's type.
+        timeout: seconds that a call may take.
         loader: sends the requests of `load`; None: the client. Where several processes hold an
             actor, all of them call `load`, and one sends.
+        routing: what to read the experts of each token for; None: they are not read.
     """
 
     def __init__(
@@ -75,12 +78,15 @@ class ServedPolicy:
         names: Sequence[str],
         vocab: int,
         max_length: int,
+        *,
         tolerance: float | None,
+        timeout: float,
         loader: Client | None = None,
+        routing: Routing | None = None,
     ) -> None:
-        self._client, self._names = client, names
-        self._loader = loader or client
-        self._vocab, self._max_length, self._tolerance = vocab, max_length, tolerance
+        self.vocab, self.timeout, self.routing = vocab, timeout, routing
+        self._client, self._loader = client, loader or client
+        self._names, self._max_length, self._tolerance = names, max_length, tolerance
         self._adapter: Path | None = None
         self._checkpoint: Path | None = None
         self._proof: tuple[Probe, TokenScores, float] | None = None
@@ -90,8 +96,7 @@ class ServedPolicy:
     def check(self, deadline: Deadline) -> tuple[Served, LogprobsMode]:
         """Check that the server has the model, and the weights of the last `load`.
 
-        Returns:
-            The model's name and room there, and which log-probabilities the server gives.
+        Returns the model's name and room there, and which log-probabilities the server gives.
 
         Raises:
             ServerError: if it has another model or other weights.
@@ -102,7 +107,7 @@ class ServedPolicy:
                 f"{url} must have the actor's weights, got an error from the last sync_weights: "
                 "call it again"
             )
-        served = self.find_model(self._client, deadline)
+        served = self._find_model(self._client, deadline)
         if self._adapter is not None:
             if self._adapter.name not in served.all_names:
                 raise LostServerError(
@@ -110,25 +115,17 @@ class ServedPolicy:
                     "its models"
                 )
             served = served._replace(name=self._adapter.name)
-        self.check_weights(deadline, served)
+        self._check_weights(self._client, deadline, served, LostServerError)
         if self._mode is None:
             self._mode = find_logprobs_mode(
                 self._client, deadline, self._probe(served), served.name
             )
         return served, self._mode
 
-    def check_weights(self, deadline: Deadline, served: Served) -> None:
-        """Check that the server has the weights of the last `load`, if there was one.
-
-        Raises:
-            LostServerError: if it has others.
-        """
-        self._compare_with_last(self._client, deadline, served, LostServerError)
-
-    def _compare_with_last(
+    def _check_weights(
         self, client: Client, deadline: Deadline, served: Served, error: type[ServerError]
     ) -> None:
-        """Compare likely tokens with those after the last `load`."""
+        """Raise if likely tokens differ from those after the last `load`, if there was one."""
         if self._proof is None:
             return
         probe, last, tolerance = self._proof
@@ -142,13 +139,22 @@ class ServedPolicy:
         source = "after sync_weights it was"
         _compare(client.url, table[:, 0], table[:, 1], tolerance, _LAST_WEIGHTS, source, error)
 
-    def restore(self, deadline: Deadline) -> None:
+    def room(self) -> int:
+        """Ask the server how many tokens a row may have there.
+
+        Raises:
+            ServerError: if it cannot be reached, or has another model.
+        """
+        return self._find_model(self._client, Deadline(self.timeout)).max_length
+
+    def restore(self) -> None:
         """Have a server that was restarted load what it was last told to load, from its files.
 
         Raises:
             ServerError: if it cannot, or then has other weights than it had.
         """
-        served, client = self.find_model(self._loader, deadline), self._loader
+        deadline, client = Deadline(self.timeout), self._loader
+        served = self._find_model(client, deadline)
         self._mode = None  # it may have been started with other options
         if self._adapter is not None:
             if self._adapter.name not in served.all_names:
@@ -156,17 +162,19 @@ class ServedPolicy:
             served = served._replace(name=self._adapter.name)
         elif self._checkpoint is not None:
             load_checkpoint(client, deadline, self._checkpoint)
-        self._compare_with_last(client, deadline, served, ServerError)
+        self._check_weights(client, deadline, served, ServerError)
 
-    def load(self, deadline: Deadline, actor: Actor, shared_dir: Path, *, merge: bool) -> None:
+    def load(self, actor: Actor, shared_dir: Path, *, merge: bool = False) -> None:
         """Have the server load an actor's checkpoint or adapter, and verify it.
 
         Raises:
+            ValueError: if a parameter is not finite.
             ServerError: if loading or verification fails; `check` then raises one too, until a
                 later call succeeds.
         """
         self._sync_failed, self._mode = True, None
-        served = self.find_model(self._loader, deadline)
+        deadline = Deadline(self.timeout)
+        served = self._find_model(self._loader, deadline)
         longest = actor.config.attention.longest_row
         if longest is not None and served.max_length > longest:
             raise ServerError(
@@ -220,11 +228,12 @@ class ServedPolicy:
             raise
         return directory
 
-    def remove_adapters(self, deadline: Deadline, shared_dir: Path) -> None:
+    def remove_adapters(self, shared_dir: Path) -> None:
         """Have the server forget adapters that were written to a directory, and delete them.
 
         One process calls this, before it loads any, for a directory that no other run writes to.
         """
+        deadline = Deadline(self.timeout)
         if shared_dir.is_dir():
             remove_remains(shared_dir, _ADAPTER.pattern)
             for path in sorted(shared_dir.iterdir()):
@@ -237,18 +246,17 @@ class ServedPolicy:
         scores = prove(self._loader, deadline, probe, served.name, actor, tolerance)
         self._proof = probe, scores, tolerance
 
-    def find_model(self, client: Client, deadline: Deadline) -> Served:
+    def _find_model(self, client: Client, deadline: Deadline) -> Served:
         """Ask a server for its name of the model and the most tokens of a row.
 
         Raises:
             ServerError: if it has another model.
         """
         request = Request("GET", "/v1/models", read=partial(_read_models, self._names))
-        served: Served = client.send_request(deadline, request)
-        return served
+        return client.send_request(deadline, request)
 
     def _probe(self, served: Served) -> "Probe":
-        return Probe(self._vocab, min(self._max_length, served.max_length))
+        return Probe(self.vocab, min(self._max_length, served.max_length))
 
 
 # Which model a server has.
@@ -372,10 +380,6 @@ class Probe:
     """Requests about a few prompts of random tokens, always the same.
 
     Prompts are not scored: vLLM 0.32 on a CPU crashes when it scores prompts with adapters.
-
-    Args:
-        vocab: token ids lie below it.
-        room: the most tokens of a row.
     """
 
     def __init__(self, vocab: int, room: int) -> None:
@@ -451,20 +455,10 @@ def prove(
     """Have a server draw tokens, and compare its log-probabilities with the actor's.
 
     They are compared at temperature 1 without filters, where raw and processed ones are the same.
-
-    Args:
-        client: sends requests to the server.
-        deadline: of the call.
-        probe: the prompts.
-        name: of the model or the adapter on the server.
-        actor: whose weights it must have.
-        tolerance: by how much log-probabilities may differ on average.
-
-    Returns:
-        The server's log-probabilities of likely first tokens, to be compared with later ones.
+    Returns the server's log-probabilities of likely first tokens, to be compared with later ones.
 
     Raises:
-        ServerError: if they differ by more.
+        ServerError: if they differ by more than the tolerance on average.
     """
     answers: list[ServerCompletions] = client.send_requests(
         deadline, probe.completion_requests(name)

@@ -300,13 +300,8 @@ def read_checkpoint(
 ) -> tuple[PyTree[jax.Array], dict[str, Any]]:
     """Read what `write_checkpoint` wrote; verify its files with `find_fault` first.
 
-    Args:
-        directory: that was written to.
-        like: arrays, or `jax.ShapeDtypeStruct`s, with the same tree, shapes and dtypes.
-        check: called with the facts before arrays are read; may raise to refuse them.
-
-    Returns:
-        The arrays, on the devices of those in `like`, uncommitted where those are; and the facts.
+    The arrays are placed as those in `like`, arrays or `jax.ShapeDtypeStruct`s, and uncommitted
+    where those are. `check` is called with the facts before, and may raise to refuse them.
 
     Raises:
         ValueError: if names or shapes differ from those written.
@@ -333,8 +328,7 @@ def read_checkpoint(
 
 def read_facts(directory: Path) -> dict[str, Any]:
     """Read the facts that `write_checkpoint` wrote."""
-    facts: dict[str, Any] = json.loads((directory / _FACTS).read_text(encoding="utf-8"))
-    return facts
+    return json.loads((directory / _FACTS).read_text(encoding="utf-8"))
 
 
 # The state of training beside the weights that it belongs to, in a folder of their directory.
@@ -351,14 +345,9 @@ def write_with_state(
 ) -> None:
     """Write weights and the state of their training, and replace the directory at once.
 
-    If the writing fails or is interrupted, the older weights and their state are unchanged.
-
-    Args:
-        directory: of the weights; its other files stay.
-        write_weights: writes them to the directory that it is passed, which does not exist yet.
-        arrays: of the state, as for `write_checkpoint`; None: no state, and that of the older
-            weights is deleted.
-        facts: of the state, as for `write_checkpoint`.
+    If the writing fails or is interrupted, the older weights and their state are unchanged. Other
+    files in the directory stay. `write_weights` makes the directory that it is passed. Without
+    `arrays` there is no state, and that of the older weights is deleted.
 
     Raises:
         ValueError: if the directory cannot be replaced, or holds an adapter where a checkpoint is
@@ -599,16 +588,8 @@ class RunCheckpoints:
         """Restore the newest intact checkpoint, or that of one step.
 
         All files are verified against the manifest first. A corrupt checkpoint is left in place and
-        the one before it is restored; a `UserWarning` names the file.
-
-        Args:
-            like: arrays, or `jax.ShapeDtypeStruct`s, with the tree, shapes and dtypes of those that
-                were saved, and the shardings to restore to.
-            step: None for the newest.
-            check: called with the facts before arrays are read; may raise to refuse them.
-
-        Returns:
-            The step, the arrays, byte for byte, and the facts.
+        the one before it is restored; a `UserWarning` names the file. Arrays are byte for byte
+        those that were saved; `like` and `check` are those of `read_checkpoint`.
 
         Raises:
             FileNotFoundError: if there is no intact checkpoint.

@@ -686,9 +686,7 @@ def _check_examples(config: TrainConfig) -> None:
 def check_parts(config: TrainConfig, rewards: int) -> None:
     """Refuse several rewards where an estimator that compares each by itself has their sum only.
 
-    Args:
-        config: of the run.
-        rewards: their number, without the environment's own.
+    `rewards` is their number, without the environment's own.
     """
     update, several = config.update, rewards + (config.environment is not None) > 1
     together = config.environment is not None or update.discount != 1 or update.credit != "episode"
@@ -818,15 +816,10 @@ def check_learning_rates(config: TrainConfig) -> None:
 def check_resumable(
     saved: Mapping[str, Any], config: TrainConfig, started_in: str | None = None
 ) -> None:
-    """Raise if a setting that must not change differs from that of the run to resume.
+    """Raise a ValueError for the first setting that must not change, and has in a resumed run.
 
-    Args:
-        saved: `dataclasses.asdict` of the configuration in the checkpoint, read back from JSON.
-        config: of the run that resumes.
-        started_in: the directory that relative paths in `saved` are of; None: the current one.
-
-    Raises:
-        ValueError: with the name of the first setting that differs.
+    `saved` is `dataclasses.asdict` of the configuration in the checkpoint, read back from JSON.
+    Relative paths in it are of the directory `started_in`, or of the current one.
     """
     # JSON has lists for tuples, and strings for the numbers that are keys.
     current = flat(json.loads(json.dumps(dataclasses.asdict(config))))
@@ -887,9 +880,7 @@ def _may_change(name: str) -> bool:
 def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
     """Take over what the run to resume chose for its devices, unless the user has set it.
 
-    Args:
-        config: of the run that resumes.
-        saved: `dataclasses.asdict` of the configuration of the run to resume.
+    `saved` holds its settings, as for `check_resumable`.
     """
     update, saved_update = config.update, saved["update"]
     rollout, choices = config.rollout, {}

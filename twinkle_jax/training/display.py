@@ -31,12 +31,7 @@ _ACTIVE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 def harmless(text: str, *, encoding: str = "utf-8") -> str:
     r"""Escape control and format characters, except line breaks and tabs, as their code points.
 
-    Args:
-        text: any text, such as model output.
-        encoding: of the terminal; characters outside it are escaped.
-
-    Returns:
-        Text that is safe to print.
+    Characters outside the terminal's encoding are escaped, too.
 
     Example:
         >>> harmless("red: \x1b[31m")
@@ -47,15 +42,7 @@ def harmless(text: str, *, encoding: str = "utf-8") -> str:
 
 
 def one_line(text: str, *, limit: int = 400, encoding: str = "utf-8") -> str:
-    r"""Make text harmless, shorten it, and show its line breaks as arrows.
-
-    Args:
-        text: any text, such as model output.
-        limit: characters of the text to show; of longer text, the middle is left out.
-        encoding: of the terminal; characters outside it are escaped.
-
-    Returns:
-        One line.
+    r"""Make text harmless, show its line breaks as arrows, and leave out the middle of long text.
 
     Example:
         >>> one_line("one\ntwo three four", limit=9)
@@ -109,13 +96,7 @@ _SKIPPED = "A gradient was not finite: that update was skipped, and the paramete
 
 
 def explain(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Explain metrics of a step that may surprise.
-
-    Args:
-        metrics: of one step, by their names in `metrics.jsonl`.
-
-    Returns:
-        A sentence for each explanation, by a short name; empty if nothing needs one.
+    """Explain metrics of a step that may surprise: a sentence for each, by a short name.
 
     Example:
         >>> list(explain({"frac_reward_zero_std": 1.0, "reward": 0.0}))
@@ -167,15 +148,8 @@ _SPEED_OVER = 24 * 3600.0  # seconds, or 1,000 steps, whose speed gives the time
 class Display:
     """Shows the progress of a run: as a bar on a terminal, as plain lines elsewhere.
 
-    Surprising metrics are explained in a sentence, once each time they begin.
-
-    Args:
-        total: steps of the run, including those before a resumption.
-        console: where to print; None for the standard output.
-        quiet: print nothing, for processes other than the first.
-
-    Raises:
-        ImportError: if rich is not installed; it names the extra.
+    Surprising metrics are explained in a sentence, once each time they begin. The total of steps
+    includes those before a resumption. Processes other than the first are quiet: nothing is shown.
 
     Example:
         >>> import sys
@@ -199,12 +173,7 @@ class Display:
         self._failures: set[str] = set()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a step's reward, length, turns, KL, speed and evaluation, as far as they are known.
-
-        Args:
-            step: how many steps are done.
-            metrics: by their names in `metrics.jsonl`.
-        """
+        """Show a step's reward, length, turns, KL, speed and evaluation, where they are known."""
         shown = "  ".join(text.format(metrics[x]) for x, text in _SHOWN.items() if x in metrics)
         if self._progress is None:
             self.note(f"step {step}/{self._total}  {shown}".rstrip())
@@ -221,10 +190,7 @@ class Display:
     def held_out(self, when: str, results: Mapping[str, float]) -> None:
         """Show held-out accuracy, and the mean reward if rewards are not all 0 or 1.
 
-        Args:
-            when: of the run it was measured.
-            results: `accuracy`, and `reward` if it is known; or the `cross_entropy` of examples, in
-                nats a token.
+        Of examples, show the cross-entropy, in nats a token.
         """
         if "accuracy" in results:
             accuracy, reward = results["accuracy"], results.get("reward")
@@ -244,12 +210,6 @@ class Display:
 
         The prompt is the first whose rewards differ. Control characters, escape sequences and
         bidirectional formatting are shown as code points; square brackets are not markup.
-
-        Args:
-            step: number of the step.
-            trajectories: whose last message is the completion; those of a prompt side by side.
-            rewards: of each.
-            advantages: of each.
         """
         from rich.table import Table
         from rich.text import Text
@@ -292,12 +252,6 @@ class Display:
         """Show some episodes as conversations, with the reward of each turn.
 
         They are of one group, the first whose rewards differ. Texts are shown as completions are.
-
-        Args:
-            step: number of the step.
-            episodes: those of a prompt side by side.
-            rewards: of each.
-            advantages: of each.
         """
         from rich.table import Table
         from rich.text import Text
@@ -326,12 +280,7 @@ class Display:
             self._console.print(table)
 
     def summary(self, summary: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
-        """Show the results of a run, and where its files are.
-
-        Args:
-            summary: what `summary.json` holds.
-            directory: of the run.
-        """
+        """Show the results of a run, which `summary.json` holds, and where its files are."""
         time = f"{summary['steps']} steps in {summary['seconds']:.0f} s"
         both: dict[str, str] = {}
         for name in MEASURED:
@@ -437,13 +386,8 @@ def draw_curves(
     """Plot rewards, held-out results, lengths, KL, entropy and gradient norms against the step.
 
     Panels without values are left out. With more than 60 steps, a moving average is drawn over the
-    pale line of single steps.
-
-    Args:
-        metrics: path of `metrics.jsonl`.
-        picture: path of the PNG to write.
-        before: held-out results before the first step, `accuracy` and others, where curves begin.
-        after: held-out results after the last step, where they end.
+    pale line of single steps. Curves of held-out results, `accuracy` and others, begin with those
+    `before` the first step, and end with those `after` the last.
 
     Raises:
         ImportError: if matplotlib is not installed; it names the extra.

@@ -12,17 +12,11 @@ from twinkle_jax.training.task import has_held_out
 
 
 class _Condition(NamedTuple):
-    """When settings have an effect.
+    """When settings have an effect."""
 
-    Attributes:
-        needed: what the settings must go with, for the error.
-        holds: whether a configuration has it.
-        names: the settings, separated by spaces.
-    """
-
-    needed: str
+    needed: str  # what they must go with, for the error
     holds: Callable[[TrainConfig], bool]
-    names: str
+    names: str  # of the settings, separated by spaces
 
 
 _CONDITIONS = (

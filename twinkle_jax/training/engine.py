@@ -117,15 +117,9 @@ def replayed_routing(config: TrainConfig, decoder: DecoderConfig) -> Routing | N
 
 
 class PolicyActor:
-    """A policy as `vLLMSampler.sync_weights` takes it.
+    """A policy as `vLLMSampler.sync_weights` takes it; its weights are written in `dtype`."""
 
-    Args:
-        policy: with the parameters to load.
-        dtype: of activations, and of the weights that are written.
-        mesh: of the parameters; None for one device.
-    """
-
-    def __init__(self, policy: Policy, dtype: np.dtype[Any], mesh: Mesh | None = None) -> None:
+    def __init__(self, policy: Policy, dtype: np.dtype[Any], mesh: Mesh | None) -> None:
         self.policy, self.dtype, self.mesh = policy, dtype, mesh
         self.config, self.source, self.template = policy.config, policy.source, policy.template
 

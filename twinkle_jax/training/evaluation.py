@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from twinkle_jax.data import IGNORE, PromptBatch, Trajectory
 from twinkle_jax.data.template import Template
 from twinkle_jax.model import Params
-from twinkle_jax.reward import RewardFunction, compute_rewards
+from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
     Engine,
     Episode,
@@ -26,7 +26,6 @@ from twinkle_jax.rollout import (
     check_failures,
     hosts,
 )
-from twinkle_jax.rollout.single_turn import score_texts
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.training.config import TrainConfig
@@ -96,17 +95,9 @@ def evaluate(
     check_count("pass_k", pass_k, 0)
     evaluated = policy.params if params is None else params
 
-    def checked_rewards(trajectories: Sequence[Trajectory], truths: Sequence[Any]) -> list[float]:
-        check()
-        return compute_rewards(reward, trajectories, truths, timeout=reward_timeout)
-
     def rewards(sampler: SingleTurn) -> _Rewards:
-        samples = sampler.settings.num_samples
-
         def score(chosen: PromptBatch, key: jax.Array) -> _Rewards:
-            texts = sampler.complete(evaluated, chosen, key)
-            truths = [truth for truth in chosen.ground_truths for _ in range(samples)]
-            return score_texts(texts, truths, checked_rewards)
+            return sampler.complete_and_score(evaluated, chosen, key, check)
 
         return _in_batches(score, prompts, batch, seed, check)
 
@@ -121,19 +112,11 @@ def evaluate_episodes(
     params: Params,
     prompts: Sequence[Trajectory],
     *,
-    pass_k: int = 0,
-    seed: int = 0,
-    check: Callable[[], None] = lambda: None,
+    pass_k: int,
+    seed: int,
+    check: Callable[[], None],
 ) -> dict[str, float]:
     """Evaluate a policy on episodes with environments; like `evaluate`, with returns as rewards.
-
-    Args:
-        source: plays and scores episodes.
-        params: of the policy.
-        prompts: rows of the task.
-        pass_k: k of pass@k; 0 leaves it out.
-        seed: of environments and samples.
-        check: called before each batch; may raise to end the evaluation.
 
     Returns:
         `accuracy`, the share of greedy episodes with a return of 1 or more; `reward`, their mean

@@ -377,8 +377,7 @@ def dropout_keys(
     else:
         key = key[packing.sources // packing.places.shape[1]]
         columns = jnp.asarray(packing.positions)
-    keys: Array = jax.vmap(jax.vmap(jax.random.fold_in))(key, columns)
-    return keys
+    return jax.vmap(jax.vmap(jax.random.fold_in))(key, columns)
 
 
 def _count(rows: Bool[Array, " batch"]) -> Int[Array, " batch"]:

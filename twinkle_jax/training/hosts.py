@@ -49,9 +49,8 @@ _JAX_SETTINGS = (
 def connect(settings: DistributedConfig) -> None:
     """Connect to the other processes of a run; call it before JAX initializes its devices.
 
-    Args:
-        settings: of the run. Without a coordinator, and without a scheduler that JAX knows, there
-            is one process. Nothing happens if `jax.distributed.initialize` was called before.
+    Without a coordinator, and without a scheduler that JAX knows, there is one process. Nothing
+    happens if `jax.distributed.initialize` was called before.
 
     Raises:
         ConnectionError: if the port is taken. If not all processes connect in time, this one exits
@@ -133,13 +132,9 @@ def _end_waiting(address: str, seconds: float) -> None:
 def started_as_one_of_several(environment: Mapping[str, str]) -> bool:
     """Return whether a scheduler that JAX knows has started this process as one of several.
 
-    Args:
-        environment: variables of the process.
-
-    Returns:
-        True for SLURM and Open MPI with more than one task, Google's TPU slices with more than one
-        host, indexed jobs of Kubernetes where JAX can ask it (`pip install jax[k8s]`), and where
-        `JAX_COORDINATOR_ADDRESS` is set.
+    True for SLURM and Open MPI with more than one task, Google's TPU slices with more than one
+    host, indexed jobs of Kubernetes where JAX can ask it (`pip install jax[k8s]`), and where
+    `JAX_COORDINATOR_ADDRESS` is set.
 
     Raises:
         ValueError: if the scheduler's number of tasks is no number.
@@ -167,11 +162,6 @@ def check_same(
     config: TrainConfig, train: Sequence[Trajectory], held_out: Sequence[Trajectory]
 ) -> None:
     """Raise unless all processes have the same settings, versions, files and time.
-
-    Args:
-        config: of this process.
-        train: prompts to train on.
-        held_out: prompts to evaluate on.
 
     Raises:
         SharedError: in all processes; it names the first difference.

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from twinkle_jax.data import Batch, bucket_size
@@ -15,6 +14,7 @@ from twinkle_jax.data.batch import batch_width
 from twinkle_jax.model import DecoderConfig, RewardModel
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.sampler import conversations_memory, generate_memory
+from twinkle_jax.sampler.generate import device_bytes, peak_bytes
 from twinkle_jax.training.config import TrainConfig, automatic_budget, with_setting
 from twinkle_jax.training.engine import replayed_routing
 from twinkle_jax.training.evaluation import BATCH
@@ -30,10 +30,9 @@ _USABLE = 0.92  # of the memory that a device reports; the rest is fragmentation
 
 
 def device_memory(mesh_gib: float | None) -> int | None:
-    """Return the bytes of a device that a run may use; None if unknown.
+    """Return the bytes of a device that a run may use; None if unknown, as on CPUs without a limit.
 
-    Args:
-        mesh_gib: limit from the settings; None: what the device reports, which CPUs do not.
+    `mesh_gib` is the limit from the settings.
     """
     if mesh_gib is not None:
         return int(mesh_gib * _GIB)
@@ -45,13 +44,8 @@ def device_memory(mesh_gib: float | None) -> int | None:
 def update_memory(recipe: Recipe, state: TrainState) -> int:
     """Compute the peak bytes per device of an update, including parameters and optimizer state.
 
-    Args:
-        recipe: of the run; its budget of tokens and its mesh are read.
-        state: what is trained; arrays, or their shapes and shardings.
-
-    Returns:
-        The largest of the programs' arguments, results and temporary arrays: the gradient of a
-        micro-batch of rows of maximum length, the teacher's scores of it, and the optimizer update.
+    That is the largest of the programs' arguments, results and temporary arrays: the gradient of a
+    micro-batch of rows of maximum length, the teacher's scores of it, and the optimizer update.
     """
     config, mesh = recipe.config, recipe.mesh
     state, frozen = shapes_of(state), shapes_of(recipe.frozen)
@@ -75,7 +69,7 @@ def update_memory(recipe: Recipe, state: TrainState) -> int:
     apply = partial(apply_gradients, optimizer=recipe.optimizer, max_grad_norm=1.0, mesh=mesh)
     computing = jax.jit(gradient, donate_argnums=0).lower(state, frozen, batch, packing).compile()
     applying = jax.jit(apply, donate_argnums=0).lower(state).compile()
-    peaks = [_peak_bytes(computing), _peak_bytes(applying) + device_bytes(frozen)]
+    peaks = [peak_bytes(computing), peak_bytes(applying) + device_bytes(frozen)]
     if isinstance(recipe.teacher, Policy):
         peaks.append(device_bytes((state, frozen)) + _judging_bytes(recipe, recipe.teacher))
     return max(peaks) + device_bytes(_others(recipe))
@@ -102,7 +96,7 @@ def _judging_bytes(recipe: Recipe, teacher: Policy) -> int:
         )
 
     compiled = jax.jit(judge).lower(params, frozen, batch, packing).compile()
-    return _peak_bytes(compiled) - device_bytes((params, frozen))
+    return peak_bytes(compiled) - device_bytes((params, frozen))
 
 
 def _others(recipe: Recipe) -> Any:
@@ -113,12 +107,7 @@ def _others(recipe: Recipe) -> Any:
 
 
 def rollout_memory(recipe: Recipe, state: TrainState) -> int:
-    """Compute the peak bytes per device of sampling, including parameters and optimizer state.
-
-    Args:
-        recipe: of the run; its slots and the maximum lengths of prompts and completions are read.
-        state: what is trained; arrays, or their shapes and shardings.
-    """
+    """Compute the peak bytes per device of sampling, including parameters and optimizer state."""
     return _held_by(recipe, state) + _sampling_memory(
         _sampled(recipe, state), recipe.config, recipe.config.rollout
     )
@@ -204,12 +193,7 @@ def fit(
 ) -> TrainConfig:
     """Choose what is recomputed, a budget of tokens and numbers of slots that fit into a device.
 
-    Args:
-        recipe: of the run.
-        state: what is trained.
-        limit: bytes of a device.
-        note: called with a sentence about each choice.
-        evaluates: whether the run has held-out problems.
+    A device has `limit` bytes; `note` is called with a sentence about each choice.
 
     Returns:
         The configuration, with `update.recompute` chosen, and a smaller
@@ -255,14 +239,7 @@ def fit_evaluation(
     limit: int,
     note: Callable[[str], None],
 ) -> TrainConfig:
-    """Choose a number of slots with which evaluations of a policy alone fit into a device.
-
-    Args:
-        config: settings of the evaluation.
-        policy: what is evaluated.
-        judges: other models on the device.
-        limit: bytes of the device.
-        note: called with a sentence about the choice.
+    """Choose a number of slots with which evaluations of a policy and its judges fit into a device.
 
     Returns:
         The configuration, with a smaller `evaluation.slots` where all rows at once do not fit.
@@ -369,20 +346,3 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     )
     places = struct((lines, width), jnp.int32)
     return batch, Packing(places, places if several else None, places, integers)
-
-
-def _peak_bytes(compiled: Any) -> int:
-    """Bytes per device while a compiled program runs: arguments, results and temporaries."""
-    memory = compiled.memory_analysis()
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
-
-
-def device_bytes(tree: Any) -> int:
-    """Bytes per device of arrays with these shapes and shardings."""
-
-    def size(x: jax.ShapeDtypeStruct) -> int:
-        shape = x.shape if x.sharding is None else x.sharding.shard_shape(x.shape)
-        return int(np.prod(shape, dtype=np.int64)) * x.dtype.itemsize
-
-    return sum(map(size, jax.tree.leaves(tree)))

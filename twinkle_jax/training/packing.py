@@ -41,13 +41,7 @@ class Packing(NamedTuple):
 def assign_lines(lengths: IntRows, width: int, *, several: bool = True) -> list[list[int]]:
     """Deal rows to lines of a width: the longest first, each to the first line with room for it.
 
-    Args:
-        lengths: tokens of each row, none more than `width`.
-        width: places of a line.
-        several: False gives each row a line of its own.
-
-    Returns:
-        The rows of each line; lines with the longest rows come first.
+    No row is longer than `width`. Returns the rows of each line, those with the longest rows first.
     """
     order = np.argsort(-lengths, kind="stable")
     if not several:
@@ -109,13 +103,10 @@ def plan(
         yield members, _place(part, lengths, time, count, width, several)
 
 
-def line_width(longest: int, tokens: int, *, multiple: int = 1) -> int:
+def line_width(longest: int, tokens: int, *, multiple: int) -> int:
     """Choose the width of lines: a bucket, or little more than the longest row.
 
-    Args:
-        longest: tokens of the longest row.
-        tokens: of a micro-batch on each device; a bucket beyond it is not chosen.
-        multiple: what the width must be a multiple of.
+    A bucket beyond `tokens`, those of a micro-batch on each device, is not chosen.
     """
     width = bucket_size(longest, smallest=SMALLEST_WIDTH, multiple=multiple)
     return width if width <= tokens else _narrow(longest, multiple)

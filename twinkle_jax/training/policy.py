@@ -255,8 +255,8 @@ def attach_adapter(
     adapter: Params,
     *,
     base: str,
-    dtype: DTypeLike = "float32",
-    mesh: Mesh | None = None,
+    dtype: DTypeLike,
+    mesh: Mesh | None,
 ) -> Policy:
     """Freeze a policy's parameters, and train adapters instead."""
     frozen = with_adapter(cast_params(policy.params, dtype), policy.config, lora)

@@ -40,50 +40,28 @@ from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked, o
 
 @dataclass(frozen=True)
 class Totals:
-    """Counters that are carried from step to step.
+    """Counters that are carried from step to step."""
 
-    Attributes:
-        num_tokens: tokens sampled so far.
-        skipped: steps in a row, up to now, in which a gradient was not finite.
-        seconds: total time of the steps.
-        accuracy_before: held-out accuracy before the first step; None if it was not measured.
-        reward_before: mean held-out reward then; None as well.
-        cross_entropy_before: of held-out examples then; None as well.
-        held_out: fingerprint of the problems that these three are of; None if none was measured.
-        metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
-            to these steps.
-        unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
-    """
-
-    num_tokens: int = 0
-    skipped: int = 0
-    seconds: float = 0.0
-    accuracy_before: float | None = None
+    num_tokens: int = 0  # sampled so far, or learned of examples
+    skipped: int = 0  # steps in a row, up to now, in which a gradient was not finite
+    seconds: float = 0.0  # of all steps
+    accuracy_before: float | None = None  # held-out, before the first step; None: not measured
     reward_before: float | None = None
     cross_entropy_before: float | None = None
-    metrics_offset: int = 0
-    unwritten: str | None = None
-    held_out: str | None = None
+    metrics_offset: int = 0  # bytes of metrics.jsonl, up to the last line of these steps
+    unwritten: str | None = None  # metrics of the last step, whose line waits for an evaluation
+    held_out: str | None = None  # fingerprint of the problems that were measured before
 
 
 class Progress(NamedTuple):
-    """The state of a run after a step: with the reference policy, all that the next step needs.
-
-    Attributes:
-        state: parameters, moments, number of updates.
-        key: the root of all randomness on the device; step s draws with `fold_in(key, s)`.
-        step: steps done.
-        totals: counters.
-        data: the loader's state: its position, and a fingerprint of the data.
-        held_out: results of the evaluation after this step; None without one. Not saved.
-    """
+    """The state of a run after a step: with the reference policy, all that the next step needs."""
 
     state: TrainState
-    key: jax.Array
-    step: int
+    key: jax.Array  # the root of all randomness on the device: step s draws with `fold_in(key, s)`
+    step: int  # steps done
     totals: Totals
-    data: dict[str, Any]
-    held_out: dict[str, float] | None = None
+    data: dict[str, Any]  # the loader's state: its position, and a fingerprint of the data
+    held_out: dict[str, float] | None = None  # of the evaluation after this step; not saved
 
     def is_intact(self) -> bool:
         """Whether no array is deleted: a running update deletes those that it was donated."""
@@ -103,15 +81,8 @@ def save(
 ) -> None:
     """Save a checkpoint.
 
-    Args:
-        checkpoints: of the run.
-        progress: after a step.
-        reference: parameters of the reference policy; None without one.
-        config: of the run.
-        base: fingerprint of the frozen parameters, for `check_base`; None if there are none.
-        started_in: the directory that relative paths in `config` are of.
-        code: hashes of the files that the run has imported, for `changed_code`.
-        wait: as for `RunCheckpoints.save`.
+    `base` is a fingerprint of the frozen parameters, for `check_base`. Relative paths in `config`
+    are of the directory `started_in`. `code` has hashes of imported files, for `changed_code`.
     """
     facts = {
         "totals": dataclasses.asdict(progress.totals),
@@ -136,14 +107,8 @@ def restore(
 ) -> tuple[Progress, Params | None]:
     """Restore the newest valid checkpoint, and set the loader to its position.
 
-    Args:
-        checkpoints: of the run to resume.
-        fresh: progress with arrays of the shapes and shardings to restore.
-        reference: the same, if there is a reference policy.
-        config: of the run that resumes.
-        loader: of the prompts.
-        base: fingerprint of the frozen parameters; None if there are none.
-        held_out: fingerprint of the held-out problems.
+    `fresh` and `reference` have arrays of the shapes and shardings to restore; `base` and
+    `held_out` are fingerprints of the frozen parameters and of the held-out problems.
 
     Returns:
         The progress of the run, and its reference policy. What was measured before the first step
@@ -228,12 +193,7 @@ class LastStep:
         return self._progress
 
     def finished(self, progress: Progress, *, saved: bool = False) -> None:
-        """Note that a step is finished.
-
-        Args:
-            progress: after the step.
-            saved: whether it has a checkpoint already.
-        """
+        """Note that a step is finished; `saved`: it has a checkpoint already."""
         self._progress = progress
         self._saved = progress if saved else self._saved
 
@@ -362,8 +322,8 @@ class Interruption:
                 target=_watch_signals,
                 args=(read, self._patience, self._last_resort),
                 name="interruption",
+                daemon=True,
             )
-            self._thread.daemon = True
             self._thread.start()
             handled = [n for n in _SIGNALS if n != _HANGUP or signal.getsignal(n) != signal.SIG_IGN]
             self._restore = [(number, signal.signal(number, self._record)) for number in handled]
@@ -509,10 +469,7 @@ def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
     if file_is_locked(directory / FILE):
         raise FileExistsError(f"output_dir must not be in use by a run, got {directory}")
     source = run_to_resume(config.resume, directory)
-    if source is None:
-        _make_empty(config, directory)
-        return None
-    if source.resolve() != directory.resolve():
+    if source != directory:
         _make_empty(config, directory, source)
     return source
 
@@ -549,8 +506,7 @@ def saved_settings(source: Path) -> dict[str, Any]:
 
 def started_in(run: Path) -> str | None:
     """Return the directory that a run was started in; None if no checkpoint says it."""
-    directory: str | None = _newest_facts(run).get("started_in")
-    return directory
+    return _newest_facts(run).get("started_in")
 
 
 def changed_code(run: Path, code: Mapping[str, str]) -> list[str]:
@@ -603,8 +559,7 @@ def _with_files(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
 def read_summary(directory: Path) -> dict[str, Any]:
     """Read `summary.json`, which a run writes at its end; empty before."""
     path = directory / "summary.json"
-    summary: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    return summary
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -638,13 +593,10 @@ def holds_run(directory: Path) -> bool:
     return True
 
 
-def _make_empty(config: TrainConfig, directory: Path, source: Path | None = None) -> None:
+def _make_empty(config: TrainConfig, directory: Path, source: Path | None) -> None:
     """Make the directory of a run, and delete what it holds if the settings allow it.
 
-    Args:
-        config: of the run.
-        directory: of the run.
-        source: the run to resume, if it is another one.
+    `source` is the run to resume, if it is another one.
     """
     if directory.is_dir() and any(directory.iterdir()):
         _check_may_be_emptied(config, directory, source)

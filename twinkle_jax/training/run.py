@@ -228,16 +228,9 @@ def _prepare(config: TrainConfig, directory: Path) -> Path | None:
 
 
 def one_step(run: Run, progress: Progress, last: LastStep, check: Callable[[], None]) -> Progress:
-    """Run one step, then evaluate, log, show and save what is due.
+    """Run one step, then evaluate, log, show and save what is due; return the progress after it.
 
-    Args:
-        run: what does not change from step to step.
-        progress: before the step.
-        last: saves the last finished step.
-        check: raises `InterruptedRunError` after a signal.
-
-    Returns:
-        The progress after the step.
+    `check` raises `InterruptedRunError` after a signal.
     """
     config, step = run.config, progress.step
     if not hosts.several():  # several processes tell each other with the last step's metrics

@@ -75,9 +75,9 @@ def label_scores(
     hidden: Float[Array, "batch time width"],
     labels: Int[Array, "batch time"],
     *,
-    temperature: float | Float[Array, ""] = 1.0,
-    with_entropy: bool = False,
-    mesh: Mesh | None = None,
+    temperature: float | Float[Array, ""],
+    with_entropy: bool,
+    mesh: Mesh | None,
 ) -> tuple[PerToken, ...]:
     """Score labels, optionally with entropies; 0 where the label is −100.
 
@@ -108,10 +108,9 @@ def label_scores(
         return score(hidden, head, labels, temperature)
     spread_head = partition_rules(mesh)("lm_head/kernel", head.shape)
     spread, replicated = PartitionSpec(ROWS, "tensor"), PartitionSpec()
-    scores: tuple[PerToken, ...] = jax.shard_map(
+    return jax.shard_map(
         score, mesh=mesh, in_specs=(spread, spread_head, spread, replicated), out_specs=spread
     )(hidden, head, labels, temperature)
-    return scores
 
 
 class Scores(NamedTuple):
@@ -146,22 +145,11 @@ def score_lines(
     with_routing: bool = False,
     **options: Any,
 ) -> Scores:
-    """Run the decoder over lines and score their labels.
+    """Run the decoder over lines and score their labels; options are those of `hidden_states`.
 
-    Args:
-        params: a decoder's, or adapters'.
-        frozen: parameters that `params` are merged over.
-        config: the decoder.
-        lines: tokens and labels.
-        temperature: of log-probabilities and entropies.
-        with_entropy: whether to compute entropies.
-        mesh: of the parameters; None for one device.
-        transfers: `layers` gathers the parameters of a layer when it runs; `once` gathers all of
-            them before, and each device then runs its lines as if it were alone.
-        dropout: the key of each place, for the dropout of adapters; None: no dropout.
-        logits: computes logits to return, from parameters, hidden states and lines.
-        with_routing: whether to return the experts of each token.
-        options: of `hidden_states`.
+    Transfers by `layers` gather the parameters of a layer when it runs; `once` gathers all of them
+    before, and each device then runs its lines as if it were alone. `dropout` has the key of each
+    place, for adapters; `logits` computes those to return from weights, hidden states and lines.
     """
 
     def score(
@@ -213,7 +201,7 @@ def score_lines(
 
     dtype = options.get("compute_dtype")
     copies, rows, replicated = PartitionSpec(AXES), PartitionSpec(ROWS), PartitionSpec()
-    scores: Scores = jax.shard_map(
+    return jax.shard_map(
         score_on_device,
         mesh=mesh,
         in_specs=(copies, copies, rows, replicated, rows),
@@ -226,7 +214,6 @@ def score_lines(
         temperature,
         dropout,
     )
-    return scores
 
 
 def unpack_scores(scores: Scores, packing: Packing, mesh: Mesh | None) -> Scores:

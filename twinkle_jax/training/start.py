@@ -36,6 +36,7 @@ from twinkle_jax.rollout import (
 from twinkle_jax.rollout.engine import prompt_ids
 from twinkle_jax.rollout.server_engine import NextRollout, ServerEngine
 from twinkle_jax.sampler import ServerError
+from twinkle_jax.sampler.generate import device_bytes
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import (
@@ -53,7 +54,7 @@ from twinkle_jax.training.engine import make_engine
 from twinkle_jax.training.evaluation import held_out
 from twinkle_jax.training.examples import ExampleSource, check_examples
 from twinkle_jax.training.hosts import code_hashes, fingerprint
-from twinkle_jax.training.memory import device_bytes, device_memory, fit
+from twinkle_jax.training.memory import device_memory, fit
 from twinkle_jax.training.policy import (
     Policy,
     WarmStart,
@@ -81,33 +82,19 @@ _IMITATION_STEPS = 200  # of supervised training on an environment's demonstrati
 
 
 class Run(NamedTuple):
-    """The parts of a run, constant except for the loader's position.
-
-    Attributes:
-        config: all settings.
-        task: what the policy is trained on.
-        policy: as training began.
-        recipe: of the steps.
-        engine: draws completions, in steps and evaluations.
-        next_rollout: samples that of the next step during an update, with `server.overlap`.
-        loader: of prompts.
-        checkpoints: of the run.
-        log: of metrics.
-        display: on the terminal.
-        base: fingerprint of the parameters that adapters are added to; None without adapters.
-    """
+    """The parts of a run, constant except for the loader's position."""
 
     config: TrainConfig
     task: Task
-    policy: Policy
+    policy: Policy  # as training began
     recipe: Recipe
-    engine: Engine
-    next_rollout: NextRollout | None
+    engine: Engine  # draws completions, in steps and evaluations
+    next_rollout: NextRollout | None  # samples during an update, with `server.overlap`
     loader: PromptLoader
     checkpoints: RunCheckpoints
     log: MetricsLog | NoLog
     display: Display
-    base: str | None = None
+    base: str | None = None  # fingerprint of the parameters that adapters are added to
 
 
 def begin(
@@ -127,7 +114,6 @@ def begin(
     policy = hosts.agreed("reading the policy", lambda: read_policy(config, mesh))
     if config.model is None and mesh is not None:
         policy = policy._replace(params=place_params(policy.params, mesh))
-    totals = Totals()
     if source is None:
         display.note(f"run in {directory}: {_describe(policy)}")
         _write_config(config, directory)
@@ -168,9 +154,7 @@ def begin(
     if recipe.config != config and not resumed:
         _write_config(recipe.config, directory)
     config = recipe.config
-    if not resumed:
-        totals = _judge_first(totals, recipe, task, policy, engine, display)
-    progress = Progress(state, jax.random.key(config.seed), 0, totals, loader.get_state())
+    progress = Progress(state, jax.random.key(config.seed), 0, Totals(), loader.get_state())
     checkpoints = RunCheckpoints(directory / "checkpoints", keep=config.logging.keep_checkpoints)
     base = fingerprint_of_base(policy)
     if source is not None:
@@ -188,8 +172,8 @@ def begin(
         display.note(f"resuming after step {progress.step} of {source}")
         for option in changed_code(source, code_hashes(config)):
             display.note(f"warning: the file of {option} has changed since that step")
-        if task.held_out and progress.totals.held_out is None:
-            progress = _judge_before(progress, recipe, task, policy, engine, display)
+    if task.held_out and progress.totals.held_out is None:
+        progress = _judge_first(progress, recipe, task, policy, engine, display)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
         ahead = NextRollout(recipe.source, engine, config.rollout)
@@ -219,23 +203,6 @@ def _check_server(config: TrainConfig, engine: Engine) -> None:
 
 
 def _judge_first(
-    totals: Totals,
-    recipe: Recipe,
-    task: Task,
-    policy: Policy,
-    engine: Engine,
-    display: Display,
-) -> Totals:
-    """Evaluate the policy before the first step."""
-    results = held_out(recipe.config, task, policy, engine=engine, recipe=recipe)
-    display.held_out("before the first step", results)
-    before: dict[str, Any] = {f"{name}_before": results.get(name) for name in MEASURED}
-    known = any(value is not None for value in before.values())
-    problems = prompts_fingerprint(task.held_out) if known else None
-    return dataclasses.replace(totals, held_out=problems, **before)
-
-
-def _judge_before(
     progress: Progress,
     recipe: Recipe,
     task: Task,
@@ -243,7 +210,7 @@ def _judge_before(
     engine: Engine,
     display: Display,
 ) -> Progress:
-    """Evaluate the policy of a resumed run before its first step, if none is done yet."""
+    """Evaluate the policy before the first step, unless a resumed run has done it."""
     if progress.step:
         measured = "cross_entropy" if recipe.config.task == "examples" else "accuracy"
         display.note(
@@ -251,8 +218,15 @@ def _judge_before(
             "since the first step"
         )
         return progress
-    restored = policy._replace(params=progress.state.params)
-    totals = _judge_first(progress.totals, recipe, task, restored, engine, display)
+    results = held_out(
+        recipe.config, task, policy, engine=engine, params=progress.state.params, recipe=recipe
+    )
+    before: dict[str, Any] = {f"{x}_before": results[x] for x in MEASURED if x in results}
+    if not before:
+        return progress
+    display.held_out("before the first step", results)
+    problems = prompts_fingerprint(task.held_out)
+    totals = dataclasses.replace(progress.totals, held_out=problems, **before)
     return progress._replace(totals=totals)
 
 
@@ -353,13 +327,7 @@ def _fit_devices(
 ) -> Recipe:
     """Reduce automatic settings until they fit the devices' memory, where that is known.
 
-    Args:
-        recipe: of the run.
-        state: what is trained.
-        display: shows what is chosen.
-        others: bytes per device of other models.
-        resumed: whether the run goes on from a checkpoint.
-        evaluates: whether it completes held-out problems.
+    Other models take `others` bytes of each device.
     """
     memory = recipe.config.mesh.memory
     limits = hosts.share("reading the devices' memory", lambda: device_memory(memory))

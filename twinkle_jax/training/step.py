@@ -533,8 +533,7 @@ def score(
         )
         total = reduce(partial(jax.tree.map, jnp.add), parts)  # 0 for rows of other parts
         scores.append(jax.tree.map(widen, total))
-    all_scores: Scores = jax.tree.map(lambda *parts: jnp.concatenate(parts), *scores)
-    return all_scores
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *scores)
 
 
 def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator[IntRows]:

@@ -49,22 +49,17 @@ def has_held_out(task: str) -> bool:
 
 
 class Task(NamedTuple):
-    """What a policy is trained on.
+    """What a policy is trained on, and what judges it.
 
-    Attributes:
-        train: prompts with their ground truths; or examples, which end with the answer.
-        held_out: prompts or examples that are never trained on; empty where there are none.
-        reward: of trajectories and ground truths; None: the environment's alone, or none where a
-            teacher judges prompts without answers, or examples are learned.
-        judge: the reward of evaluations; None: `reward`.
-        environment: makes environments; None: the policy completes prompts.
+    Without a reward, the environment's is the only one, a teacher judges prompts without answers,
+    or examples are learned, which end with the answer.
     """
 
     train: Sequence[Trajectory]
-    held_out: Sequence[Trajectory]
+    held_out: Sequence[Trajectory]  # never trained on; may be empty
     reward: RewardFunction | None
-    judge: RewardFunction | None = None
-    environment: EnvironmentFactory | None = None
+    judge: RewardFunction | None = None  # of evaluations; None: `reward`
+    environment: EnvironmentFactory | None = None  # None: the policy completes prompts
 
     def reward_models(self) -> list[RewardModel]:
         """The models among the rewards, each once."""
@@ -75,12 +70,9 @@ class Task(NamedTuple):
 
 
 class EnvironmentRows(GeneratedPrompts):
-    """Rows without prompts: the environment's reset gives the first message.
+    """Rows without prompts, whose `user_data` holds their index, from that of the first on.
 
-    Args:
-        size: number of rows; `user_data` holds the `index` of each.
-        system: system message of each; None for none.
-        first: index of the first.
+    The environment's reset gives the first message, but for the system's.
     """
 
     def __init__(self, size: int, *, system: str | None = None, first: int = 0) -> None:
@@ -93,15 +85,7 @@ class EnvironmentRows(GeneratedPrompts):
 
 
 def make_task(config: TrainConfig, reward: RewardFunction | None = None) -> Task:
-    """Find the task that a configuration names.
-
-    Args:
-        config: of the run; `task`, `examples`, `environment`, `tools`, `level`, `reward`, `system`,
-            `seed` and `evaluation` are read.
-        reward: in place of the one that the configuration names.
-
-    Returns:
-        The task.
+    """Find the task that a configuration names; `reward` is in place of the one that it names.
 
     Raises:
         ValueError: for an unknown task, a missing file, an unreadable record, or records without

@@ -32,15 +32,8 @@ def read_teacher(
 ) -> "Policy | ServedTeacher | None":
     """Read the teacher that a configuration names, in its `dtype`, or find it on its server.
 
-    Args:
-        config: of the run.
-        policy: that learns from it.
-        mesh: devices of both; None for one.
-        note: called with a warning about tokens that only the policy's tokenizer has, or a server
-            that is waited for.
-
-    Returns:
-        The teacher; None if the configuration names none.
+    `note` is called with a warning about tokens that only the policy's tokenizer has, or a server
+    that is waited for.
 
     Raises:
         ValueError: if the teacher has another tokenizer, or the run's rows or mesh do not fit it.
@@ -85,11 +78,7 @@ def _check_tokenizer(
 ) -> None:
     """Refuse a teacher for whom the policy's tokens mean something else.
 
-    Args:
-        policy: that learns.
-        tokenizer: of the teacher.
-        known: size of the teacher's vocabulary.
-        note: called with a warning about tokens that the teacher's tokenizer lacks.
+    The teacher's vocabulary has `known` tokens; its tokenizer may lack some, with a warning.
     """
     size = policy.config.vocab_size
     if size > known:
@@ -235,8 +224,7 @@ class ServedTeacher:
         scores[asked] = hosts.gather_rows(answered, len(rows))
         if self._mesh is None:
             return jnp.asarray(scores)
-        spread: Array = hosts.spread_rows(scores, self._mesh)
-        return spread
+        return hosts.spread_rows(scores, self._mesh)
 
     def _ask(self, rows: list[list[int]], answered: np.ndarray[Any, Any]) -> None:
         answers = self._server.complete(

@@ -51,14 +51,7 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in `directory/tensorboard`.
-
-    Args:
-        directory: of the run.
-
-    Raises:
-        ImportError: if tensorboardX is not installed.
-    """
+    """Event files in `tensorboard/` in a run's directory."""
 
     def __init__(self, directory: Path) -> None:
         require("tensorboardX", "tensorboard")
@@ -101,13 +94,8 @@ class WeightsAndBiases:
 
     Weights & Biases keeps the first values that it gets for a step, so steps that a resumed run
     repeats are not sent again. Its project is `twinkle-jax`, unless `WANDB_PROJECT` names another.
-
-    Args:
-        directory: of the run; `wandb_run.txt` in it stores the id in Weights & Biases, and
-            `wandb_step.txt` the last step that was sent.
-
-    Raises:
-        ImportError: if wandb is not installed.
+    In the run's directory, `wandb_run.txt` stores the id in Weights & Biases, and `wandb_step.txt`
+    the last step that was sent.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -172,12 +160,8 @@ class MetricsLog:
 
     A line is `{"step": 3, "reward": 0.5}`. JSON has no NaN and no infinity: such a value is `null`,
     and the line's `not_finite` says which: `{"kl": "nan"}`. An unfinished line of
-    a killed process is removed when the file is opened.
-
-    Args:
-        directory: of `metrics.jsonl`; created if missing.
-        trackers: where metrics go, too.
-        others: further ones, of yours.
+    a killed process is removed when the file is opened, and a missing directory is made. Metrics go
+    to `trackers`, and to `others` of the user's, too.
 
     Raises:
         ImportError: if the package of a tracker is not installed; it names the extra.
@@ -219,11 +203,9 @@ class MetricsLog:
         return self.path.stat().st_size
 
     def truncate(self, offset: int, source: Path | None = None) -> None:
-        """Remove all lines after an offset: those of steps that a resumed run repeats.
+        """Remove all lines after an offset in bytes: those of steps that a resumed run repeats.
 
-        Args:
-            offset: in bytes.
-            source: directory of the run whose lines to begin with; None: of this one.
+        With `source`, the directory of another run, begin with the lines of that one.
 
         Raises:
             ValueError: if no line ends there.
@@ -246,11 +228,7 @@ class MetricsLog:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Write one line.
-
-        Args:
-            step: number of the step; greater than that of the last line.
-            metrics: a number for each name; a device array costs a transfer each.
+        """Write one line; a device array among the metrics costs a transfer.
 
         Raises:
             ValueError: if `step` is not after the last one, or a name is `step` or `not_finite`.

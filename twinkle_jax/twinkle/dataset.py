@@ -217,8 +217,7 @@ class Dataset:
         return len(self._readable())
 
     def __getitem__(self, index: int) -> Row:
-        row: Row = self._readable()[index]
-        return row
+        return self._readable()[index]
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self._readable())
@@ -271,8 +270,7 @@ class Dataset:
     def _needed_template(self) -> Template:
         """Return the template, which must have been set."""
         assert self.template is not None, "set_template must be called first"
-        template: Template = self.template
-        return template
+        return self.template
 
 
 class IterableDataset(Dataset):

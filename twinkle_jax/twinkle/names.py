@@ -43,11 +43,9 @@ _WARNED: set[str] = set()
 
 
 def refuse(owner: str, options: Mapping[str, Any]) -> None:
-    """Raise TypeError for options that are neither followed nor in `IGNORED`.
+    """Raise TypeError for options, which are not followed, unless `IGNORED` has them for the owner.
 
-    Args:
-        owner: a class or a function, or `Dataset.map`, for which the entry of `Dataset` counts.
-        options: those that are not followed.
+    For the owner `Dataset.map`, the entry of `Dataset` counts.
     """
     ignored = IGNORED.get(owner.partition(".")[0], ())
     for name, value in options.items():
@@ -125,12 +123,7 @@ def class_of(name: str, module: str) -> type:
 
 
 def construct(kind: Any, module: str, **options: Any) -> Any:
-    """Make an object of a class, or of the name of a class; return any other object as it is.
-
-    Args:
-        kind: a name, a class or an object.
-        module: where names are looked up, such as `template`.
-        options: arguments of the class.
+    """Make an object of a class, or of its name in a module; return any other object as it is.
 
     Raises:
         ValueError: for a name that the module does not have.

@@ -153,11 +153,7 @@ def _decode_calls(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def make_template(kind: Any, checkpoint: Any, called: str = "model_id", /, **options: Any) -> Any:
     """Make a template as `construct` does, of this checkpoint unless options have a `model_id`.
 
-    Args:
-        kind: a name, a class or an object.
-        checkpoint: of the model or sampler that the template is for; None if it has none.
-        called: the user's name for `checkpoint` in errors.
-        options: arguments of the class.
+    Errors call the checkpoint, that of the model or sampler which the template is for, `called`.
     """
     of_class = isinstance(kind, str) or (isinstance(kind, type) and issubclass(kind, Template))
     if of_class and checkpoint is not None and "model_id" not in options:

@@ -66,9 +66,8 @@ class SavedPolicy(AdapterPolicy):
 
         Raises:
             ValueError: if `interval` is below 1, a checkpoint to resume from would be merged or
-                rounded, there is no
-                optimizer to save, or the directory holds an adapter where a checkpoint is written,
-                or the reverse: both would be loaded.
+                rounded, there is no optimizer to save, or the directory holds an adapter where a
+                checkpoint is written, or the reverse: both would be loaded.
         """
         if interval < 1:
             raise ValueError(f"interval must be at least 1, got {interval}")

@@ -49,48 +49,32 @@ _DTYPES = {"no": "float32", "bf16": "bfloat16"}
 
 @dataclass
 class OptimizerGroup:
-    """Twinkle's optimizer group: an adapter or all parameters, with optimizer, loss and metrics.
+    """Twinkle's optimizer group: an adapter or all parameters, with optimizer, loss and metrics."""
 
-    Attributes:
-        adapter_name: empty for the parameters themselves.
-        state: trained parameters and optimizer state.
-        lora: configuration of the adapter.
-        frozen: parameters under the adapter; shared by all adapters.
-        optimizer: None before `set_optimizer`.
-        lr: base learning rate.
-        lr_steps: steps of the schedule so far.
-        schedule: the base rate before `set_lr_scheduler`.
-        gradient_norm: before clipping, of the last update; None before one since the last report.
-        clipped: whether the accumulated gradients are clipped already.
-        cur_step: calls of `forward_backward`.
-        last_pass: rows and outputs of the last `forward` or `forward_only`, for `calculate_loss`;
-            and for `forward` the options of its gradient.
-        pending: rows, arguments of the loss, and options that `backward` takes.
-        losses: results of `calculate_loss` since the last report.
-        summary: sums of `forward_backward` since the last report.
-        metrics: metrics that were added, for training passes (True) and for the others (False).
-    """
-
-    adapter_name: str
+    adapter_name: str  # empty for the parameters themselves
     state: TrainState
     lora: LoraConfig | None = None
-    frozen: dict[str, Any] | None = None
-    optimizer: optax.GradientTransformation | None = None
-    lr: float = 1.0
-    lr_steps: int = 0
+    frozen: dict[str, Any] | None = None  # parameters under the adapter, shared by all adapters
+    optimizer: optax.GradientTransformation | None = None  # None before `set_optimizer`
+    lr: float = 1.0  # base rate
+    lr_steps: int = 0  # of the schedule so far
     schedule: Schedule = lambda _, base: base
     loss: Loss = field(default_factory=CrossEntropyLoss)
     template: Any = None
+    # Of the last update, before clipping; None before one since the last report.
     gradient_norm: Float[Array, ""] | None = None
-    clipped: bool = False
+    clipped: bool = False  # whether the accumulated gradients are clipped already
     updates: list[UpdateInfo] = field(default_factory=list)
-    cur_step: int = 0
+    cur_step: int = 0  # calls of `forward_backward`
     gradient_accumulation_steps: int = 1
+    # Rows and outputs of the last `forward` or `forward_only`, for `calculate_loss`; and for
+    # `forward` the options of its gradient.
     last_pass: Any = None
-    pending: Any = None
-    losses: list[float] = field(default_factory=list)
-    summary: StepSummary | None = None
+    pending: Any = None  # rows, arguments of the loss, and options that `backward` takes
+    losses: list[float] = field(default_factory=list)  # of `calculate_loss` since the last report
+    summary: StepSummary | None = None  # of `forward_backward` since the last report
     speed: TrainMetric = field(default_factory=TrainMetric)
+    # Those that were added, for training passes (True) and for the others (False).
     metrics: dict[bool, list[Any]] = field(default_factory=lambda: {True: [], False: []})
 
     @property

@@ -420,9 +420,8 @@ class TransformersModel(SavedPolicy):
                 inputs' `routed_experts`; None: the router chooses. `forward_only` records.
 
         Returns:
-            `loss`, of these inputs, on the device, and, except for `GKDLoss`, the `logps` that it
-            was computed from, in the form of those of `forward_only`; they are moved to the host
-            when they are read.
+            `loss`, of these inputs, on the device, and their `logps` in the form of those of
+            `forward_only`, which are moved to the host when they are read.
         """
         group = self.group(adapter_name)
         _check_task(task)
@@ -498,10 +497,9 @@ class TransformersModel(SavedPolicy):
             mesh=self.mesh,
         )
         total: StepSummary | None = None
-        logps: list[tuple[Array, list[Piece]]] = []
+        logps: list[tuple[Any, list[Piece]]] = []
         for group.state, summary, pieces in passes:
-            if summary.logps is not None:
-                logps.append((summary.logps, pieces))
+            logps.append((summary.logps, pieces))
             total = summary if total is None else add_summaries(total, summary)
         assert total is not None
         outputs = _TrainOutputs(total.loss, rows, logps)
@@ -663,9 +661,9 @@ class _TrainOutputs(UserDict[str, Any]):
     """`loss` and `logps` of a training pass; `logps` are moved to the host when they are read."""
 
     def __init__(
-        self, loss: Array, rows: FeatureRows, logps: list[tuple[Array, list[Piece]]]
+        self, loss: Array, rows: FeatureRows, logps: list[tuple[Any, list[Piece]]]
     ) -> None:
-        super().__init__(loss=loss, **{"logps": None} if logps else {})
+        super().__init__(loss=loss, logps=None)
         self._rows, self._logps = rows, logps
 
     def __getitem__(self, key: str) -> Any:
