@@ -32,7 +32,8 @@ from twinkle_jax.training import (
 )
 from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.display import Display
-from twinkle_jax.training.policy import add_adapter, example_batch
+from twinkle_jax.training.examples import example_rows
+from twinkle_jax.training.policy import add_adapter
 from twinkle_jax.training.start import begin, read_policy, with_adapter, with_config, with_dtype
 from twinkle_jax.training.step import RECOMPUTED
 from twinkle_jax.training.task import make_task
@@ -101,7 +102,7 @@ def test_rows_are_as_wide_as_the_mesh_divides():
 def test_examples_of_a_warm_start_are_prompts_with_their_answers():
     """Each row has labels on its answer and on the token that ends it."""
     examples = ArithmeticTask(2, size=3)[:]
-    batch = example_batch(POLICY.template, examples)
+    batch, _ = example_rows(POLICY.template, examples)
     for example, labels in zip(examples, batch.labels, strict=True):
         answer = POLICY.tokenizer.encode(dict(example["user_data"])["ground_truth"])
         assert labels[labels != -100].tolist() == [*answer, POLICY.tokenizer.eos_token_id]

@@ -47,10 +47,10 @@ class Totals:
     seconds: float = 0.0  # of all steps
     accuracy_before: float | None = None  # held-out, before the first step; None: not measured
     reward_before: float | None = None
-    cross_entropy_before: float | None = None
     metrics_offset: int = 0  # bytes of metrics.jsonl, up to the last line of these steps
     unwritten: str | None = None  # metrics of the last step, whose line waits for an evaluation
     held_out: str | None = None  # fingerprint of the problems that were measured before
+    cross_entropy_before: float | None = None
 
 
 class Progress(NamedTuple):
