@@ -131,6 +131,20 @@ def geometric_mean(log_ratio, advantages, mask, epsilon=0.4, epsilon_high=None):
     return per_token(mask, value)
 
 
+def gamma_weighted(
+    log_ratio, new, advantages, mask, k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0
+):
+    def value(i, t):
+        ratios = [log_ratio[i][s] for s, keep in enumerate(mask[i]) if keep]
+        total = clamp(math.fsum(clamp(x, -20, 20) for x in ratios), -20, 20)
+        a = advantage(advantages, i, t)
+        k, rate = (k_pos, lambda_pos) if a > 0 else (k_neg, lambda_neg)
+        weight = math.exp(k * total) * math.exp(max(rate * (1 - math.exp(total)), -700))
+        return -weight * a * float(new[i][t])
+
+    return per_token(mask, value)
+
+
 def within(divergence, ratio, new, advantages, mask, **settings):
     """The ratio without a clip, for tokens that a mask of divergences keeps."""
     old = per_token(mask, lambda i, t: float(new[i][t]) - ratio[i][t])
@@ -346,6 +360,19 @@ FUNCTIONS = {
         "logprobs",
         {"epsilon": 0.1, "epsilon_high": 0.3},
     ),
+    "gamma_weighted": Function(
+        losses.gamma_weighted_surrogate,
+        gamma_weighted,
+        "log_ratio logprobs advantages",
+        "logprobs",
+    ),
+    "gamma_weighted_other": Function(
+        losses.gamma_weighted_surrogate,
+        gamma_weighted,
+        "log_ratio logprobs advantages",
+        "logprobs",
+        {"k_pos": 1.0, "lambda_pos": 0.5, "k_neg": 0.75, "lambda_neg": 1.5},
+    ),
     "policy_gradient": Function(
         losses.policy_gradient, policy_gradient, "logprobs advantages", "logprobs"
     ),
@@ -447,6 +474,11 @@ OBJECTS = {
         sequence_mean,
     ),
     "cispo": Object(losses.CISPOLoss(epsilon=0.2, **EXTRAS), clipped_importance, token_mean),
+    "vespo": Object(
+        losses.VESPOLoss(k_pos=1.5, lambda_neg=1.0, **EXTRAS),
+        functools.partial(gamma_weighted, k_pos=1.5, lambda_neg=1.0),
+        token_mean,
+    ),
     "bnpo": Object(losses.BNPOLoss(epsilon=0.2, **EXTRAS), surrogate(), token_mean),
     "dr_grpo": Object(
         losses.DRGRPOLoss(max_completion_length=16, **EXTRAS),

@@ -40,6 +40,7 @@ from twinkle_jax.loss import (
     PolicyLoss,
     PPOLoss,
     SAPOLoss,
+    VESPOLoss,
     constant_length,
     policy_gradient,
     policy_metrics,
@@ -47,7 +48,7 @@ from twinkle_jax.loss import (
 )
 
 every_loss = pytest.mark.parametrize("name", POLICY_LOSSES)
-OURS = (DAPOLoss, DPPOLoss, GMPOLoss, LUSPOLoss)  # that Twinkle does not have
+OURS = (DAPOLoss, DPPOLoss, GMPOLoss, LUSPOLoss, VESPOLoss)  # that Twinkle does not have
 CLASSES = [x for x in LOSSES.values() if issubclass(x, PolicyLoss) and x not in OURS]
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden" / "loss_cases.json").read_text())
 CASES = {
@@ -516,6 +517,24 @@ def test_luspo_weighs_a_sequence_by_its_tokens():
     logps, old_logps = [-1.0, -2.0, -0.5], [-1.1, -1.9, -0.7]
     one, other = (of_one_sequence(x, logps, old_logps, 2.0) for x in (LUSPOLoss(), GSPOLoss()))
     assert one.loss == pytest.approx(3 * float(other.loss), rel=1e-6)
+
+
+def test_vespo_weighs_a_sequence_as_a_whole():
+    """1 on policy, largest at k / lambda, and 0 far from it, on either side."""
+    logps = [-1.0, -2.0]
+
+    def weight(log_ratio, advantage=1.0):
+        old_logps = [logps[0] - log_ratio - 0.5, logps[1] + 0.5]  # of both tokens together
+        output = of_one_sequence(VESPOLoss(), logps, old_logps, advantage)
+        return float(output.loss) / 1.5 / advantage
+
+    assert weight(0.0) == pytest.approx(1, rel=1e-6)
+    peak = np.log(2 / 3)
+    assert weight(peak) == pytest.approx((2 / 3) ** 2 * np.exp(3 * (1 - 2 / 3)), rel=1e-5)
+    assert weight(peak) > max(weight(peak - 0.1), weight(peak + 0.1))
+    assert weight(np.log(0.5), -1.0) == pytest.approx(0.5**3 * np.exp(2 * 0.5), rel=1e-5)
+    for far in (15.0, -300.0):
+        assert weight(far) == pytest.approx(0, abs=1e-12)
 
 
 def test_gmpo_bounds_logarithms_and_counts_them():

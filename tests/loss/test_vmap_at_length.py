@@ -41,6 +41,9 @@ PER_TOKEN = {
     "importance": lambda new, old, a, mask: losses.clipped_importance_surrogate(
         token_log_ratio(new, old, mask), new, a, mask
     ),
+    "gamma_weighted": lambda new, old, a, mask: losses.gamma_weighted_surrogate(
+        token_log_ratio(new, old, mask), new, a, mask
+    ),
     "policy_gradient": lambda new, old, a, mask: losses.policy_gradient(new, a, mask),
     "sequence_ratio": lambda new, old, a, mask: losses.sequence_log_ratio(new, old, mask),
     "weights": lambda new, old, a, mask: losses.masked_importance_weights(new, old, mask),

@@ -22,6 +22,7 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"update.loss": "sapo", "update.epsilon": 0.1},
     {"update.loss": "SAPOLoss", "update.epsilon_high": 0.3},
     {"update.loss": "dppo", "update.epsilon": 0.1},
+    {"update.loss": "vespo", "update.epsilon_high": 0.3},
     {"update.loss": "cispo", "update.epsilon_high": 4.0, "update.epsilon": 0.1},
     {"logging.traces_every": 1},
     {"evaluation.path": "held_out.jsonl"},

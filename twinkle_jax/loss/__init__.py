@@ -57,6 +57,7 @@ from twinkle_jax.loss.policy_losses import (
     PolicyLoss,
     PPOLoss,
     SAPOLoss,
+    VESPOLoss,
 )
 from twinkle_jax.loss.policy_metrics import (
     PolicyMetrics,
@@ -96,6 +97,7 @@ from twinkle_jax.loss.supervised import (
 from twinkle_jax.loss.surrogate import (
     clipped_importance_surrogate,
     clipped_surrogate,
+    gamma_weighted_surrogate,
     geometric_mean_surrogate,
     policy_gradient,
     sequence_log_ratio,
@@ -146,6 +148,7 @@ __all__ = [
     "SampleValues",
     "SamplerMismatch",
     "SimPOLoss",
+    "VESPOLoss",
     "binary_kl_mask",
     "bradley_terry_loss",
     "clipped_importance_surrogate",
@@ -157,6 +160,7 @@ __all__ = [
     "cross_entropy",
     "dynamic_fine_tuning",
     "entropy_bonus",
+    "gamma_weighted_surrogate",
     "generalised_jsd",
     "geometric_mean_surrogate",
     "get_loss",

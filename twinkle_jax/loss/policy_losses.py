@@ -35,6 +35,7 @@ from twinkle_jax.loss.surrogate import (
     clip_bounds,
     clipped_importance_surrogate,
     clipped_surrogate,
+    gamma_weighted_surrogate,
     geometric_mean_surrogate,
     sequence_log_ratio,
     soft_gate_surrogate,
@@ -583,6 +584,68 @@ class DPPOLoss(PolicyLoss, name="dppo"):
         self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
     ) -> PolicyMetrics:
         """Compute the metrics of the step; clip fractions are 0, since ratios are not clipped."""
+        return _unclipped_metrics(log_ratio, advantages, mask, entropies)
+
+
+@dataclass(frozen=True)
+class VESPOLoss(PolicyLoss, name="vespo"):
+    """Smooth weight of a sequence's ratio in place of a clip, `token_mean`.
+
+    See `PolicyLoss` for the other arguments; `epsilon` and `epsilon_high` have no effect.
+
+    Args:
+        k_pos: how fast the weight falls with a ratio below 1, for positive advantages.
+        lambda_pos: how fast it falls with a ratio above 1, for positive advantages.
+        k_neg: as `k_pos`, for the others.
+        lambda_neg: as `lambda_pos`, for the others.
+
+    References:
+        [VESPO](https://arxiv.org/abs/2602.10693) (2026), variational sequence-level soft policy
+        optimization
+
+    Example:
+        >>> VESPOLoss(lambda_neg=1.5).lambda_neg
+        1.5
+    """
+
+    divides_by = "tokens"
+
+    k_pos: Coefficient = field(default=2.0, kw_only=True)
+    lambda_pos: Coefficient = field(default=3.0, kw_only=True)
+    k_neg: Coefficient = field(default=3.0, kw_only=True)
+    lambda_neg: Coefficient = field(default=2.0, kw_only=True)
+    epsilon: Coefficient = field(default=0.2, kw_only=True)
+    epsilon_high: Coefficient | None = field(default=None, kw_only=True)
+    beta: Coefficient = field(default=0.0, kw_only=True)
+    entropy_coef: Coefficient = field(default=0.0, kw_only=True)
+    ignore_index: int = field(default=-100, kw_only=True)
+    correction: Correction | None = field(default=None, kw_only=True)
+
+    def per_token(
+        self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
+    ) -> PerToken:
+        """Weigh the log-probabilities of a sequence: `gamma_weighted_surrogate`."""
+        return gamma_weighted_surrogate(
+            log_ratio,
+            logprobs,
+            advantages,
+            mask,
+            k_pos=self.k_pos,
+            lambda_pos=self.lambda_pos,
+            k_neg=self.k_neg,
+            lambda_neg=self.lambda_neg,
+        )
+
+    def reduce(
+        self, losses: PerToken, mask: Mask, denominator: Coefficient | None
+    ) -> Float[Array, ""]:
+        """Average over tokens: `token_mean`."""
+        return token_mean(losses, mask, denominator=denominator)
+
+    def metrics(
+        self, log_ratio: PerToken, advantages: PerToken, mask: Mask, entropies: PerToken | None
+    ) -> PolicyMetrics:
+        """Compute the metrics of the step; clip fractions are 0, since nothing is clipped."""
         return _unclipped_metrics(log_ratio, advantages, mask, entropies)
 
 

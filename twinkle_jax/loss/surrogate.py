@@ -312,6 +312,63 @@ def geometric_mean_surrogate(
     return jnp.where(mask, -advantages * jnp.exp(mean), 0)
 
 
+def gamma_weighted_surrogate(
+    log_ratio: PerToken,
+    logprobs: PerToken,
+    advantages: Advantages,
+    mask: Mask,
+    *,
+    k_pos: Coefficient = 2.0,
+    lambda_pos: Coefficient = 3.0,
+    k_neg: Coefficient = 3.0,
+    lambda_neg: Coefficient = 2.0,
+) -> PerToken:
+    r"""Loss of VESPO: a smooth weight of the ratio of a whole sequence, in place of a clip.
+
+    $$\ell_t = -\text{sg}\big(\varphi(W)\big) A_t \log \pi_t, \qquad
+    \varphi(W) = W^k e^{\lambda (1 - W)}, \qquad \log W = \sum_{s=1}^{T} \rho_s$$
+
+    with sg a stopped gradient, the log-ratios $\rho_s$ of the $T$ tokens of the sequence, and
+    $k, \lambda$ by the sign of $A_t$. The weight is 1 on policy, largest at $W = k / \lambda$, and
+    falls to 0 for sequences that have become much rarer or much more frequent.
+
+    Args:
+        log_ratio: $\rho$ from `token_log_ratio`; receives no gradient.
+        logprobs: $\log \pi$, under the policy being trained, in nats.
+        advantages: $A$, one a sequence or one a token; receives no gradient.
+        mask: True where the policy chose the token. Padding may hold anything.
+        k_pos: $k$ for positive advantages: how fast the weight falls with a ratio below 1.
+        lambda_pos: $\lambda$ for positive advantages: how fast it falls with a ratio above 1.
+        k_neg: $k$ for the others.
+        lambda_neg: $\lambda$ for the others.
+
+    Returns:
+        Loss per token, zero where masked out.
+
+    Raises:
+        ValueError: if the shapes differ.
+        TypeError: if an array is not floating point, or the mask not boolean.
+
+    References:
+        [VESPO](https://arxiv.org/abs/2602.10693) (2026), variational sequence-level soft policy
+        optimization
+
+    Example:
+        >>> log_ratio, logprobs = jnp.log(jnp.array([[2.0, 0.5]])), jnp.array([[-1.0, -3.0]])
+        >>> mask = jnp.array([[True, True]])
+        >>> gamma_weighted_surrogate(log_ratio, logprobs, jnp.array([2.0]), mask)  # W = 1
+        Array([[2., 6.]], dtype=float32)
+    """
+    log_ratio, logprobs = masked_inputs(mask, log_ratio=log_ratio, logprobs=logprobs)
+    advantages = masked_advantages(advantages, mask, logprobs.dtype)
+    total = bounded(jnp.sum(bounded(log_ratio), axis=-1, keepdims=True))
+    dtype, positive = logprobs.dtype, advantages > 0
+    k = jnp.where(positive, jnp.asarray(k_pos, dtype), jnp.asarray(k_neg, dtype))
+    rate = jnp.where(positive, jnp.asarray(lambda_pos, dtype), jnp.asarray(lambda_neg, dtype))
+    weights = jax.lax.stop_gradient(jnp.exp(k * total + rate * (1 - jnp.exp(total))))
+    return jnp.where(mask, -weights * advantages * logprobs, 0)
+
+
 def policy_gradient(logprobs: PerToken, advantages: Advantages, mask: Mask) -> PerToken:
     r"""Loss of REINFORCE and A2C: the advantage times the log-probability.
 

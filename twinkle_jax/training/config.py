@@ -39,6 +39,7 @@ from twinkle_jax.loss import (
     ImportanceCorrection,
     PolicyLoss,
     SAPOLoss,
+    VESPOLoss,
 )
 from twinkle_jax.model import LoraConfig
 from twinkle_jax.rollout import RolloutConfig, ServerConfig
@@ -69,8 +70,8 @@ class UpdateConfig:
             options.
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
-        loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, luspo, gmpo, sapo, dppo or
-            ppo.
+        loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, luspo, gmpo, sapo, dppo,
+            vespo or ppo.
         loss_options: hyper-parameters of the loss, such as entropy_coef, dual_clip, tau_neg of
             sapo, and delta of dppo.
         epsilon: how far a ratio may fall below 1.
@@ -554,7 +555,9 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
 
 
 _SET_BY_NAME = {"epsilon", "epsilon_high", "beta", "correction", "ignore_index"}
-_POSITIVE = ("tau_pos", "tau_neg", "max_completion_length")
+_POSITIVE = (
+    "tau_pos", "tau_neg", "k_pos", "k_neg", "lambda_pos", "lambda_neg", "max_completion_length"
+)  # fmt: skip
 
 
 def _check_loss_options(update: UpdateConfig, kind: type[PolicyLoss]) -> None:
@@ -722,7 +725,8 @@ def lora_names() -> Iterator[None]:
 
 def _check_clip_range(config: TrainConfig) -> None:
     """Refuse a bound at 1: on-policy ratios are on either side of it, by their rounding."""
-    if isinstance(make_loss(config), CISPOLoss | SAPOLoss | DPPOLoss):  # no ratio is clipped
+    # No ratio is clipped.
+    if isinstance(make_loss(config), CISPOLoss | SAPOLoss | DPPOLoss | VESPOLoss):
         return
     for name in ("epsilon", "epsilon_high"):
         if getattr(config.update, name) == 0:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from twinkle_jax.data.settings import AUTO
-from twinkle_jax.loss import CISPOLoss, DPPOLoss, SAPOLoss
+from twinkle_jax.loss import CISPOLoss, DPPOLoss, SAPOLoss, VESPOLoss
 from twinkle_jax.training.by_name import make_estimator
 from twinkle_jax.training.config import TrainConfig, flat, make_loss
 from twinkle_jax.training.task import has_held_out
@@ -105,7 +105,7 @@ _CONDITIONS = (
     ),
     _Condition(
         "an update.loss that clips",
-        lambda config: not isinstance(make_loss(config), SAPOLoss | DPPOLoss),
+        lambda config: not isinstance(make_loss(config), SAPOLoss | DPPOLoss | VESPOLoss),
         "update.epsilon update.epsilon_high",
     ),
     _Condition(
