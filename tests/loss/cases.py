@@ -136,10 +136,10 @@ def gamma_weighted(
 ):
     def value(i, t):
         ratios = [log_ratio[i][s] for s, keep in enumerate(mask[i]) if keep]
-        total = clamp(math.fsum(clamp(x, -20, 20) for x in ratios), -20, 20)
+        total = min(math.fsum(clamp(x, -20, 20) for x in ratios), 700)
         a = advantage(advantages, i, t)
         k, rate = (k_pos, lambda_pos) if a > 0 else (k_neg, lambda_neg)
-        weight = math.exp(k * total) * math.exp(max(rate * (1 - math.exp(total)), -700))
+        weight = math.exp(max(k * total + rate * (1 - math.exp(total)), -700))
         return -weight * a * float(new[i][t])
 
     return per_token(mask, value)
@@ -475,8 +475,8 @@ OBJECTS = {
     ),
     "cispo": Object(losses.CISPOLoss(epsilon=0.2, **EXTRAS), clipped_importance, token_mean),
     "vespo": Object(
-        losses.VESPOLoss(k_pos=1.5, lambda_neg=1.0, **EXTRAS),
-        functools.partial(gamma_weighted, k_pos=1.5, lambda_neg=1.0),
+        losses.VESPOLoss(k_pos=1.5, lambda_pos=2.5, k_neg=2.0, lambda_neg=1.0, **EXTRAS),
+        functools.partial(gamma_weighted, k_pos=1.5, lambda_pos=2.5, k_neg=2.0, lambda_neg=1.0),
         token_mean,
     ),
     "bnpo": Object(losses.BNPOLoss(epsilon=0.2, **EXTRAS), surrogate(), token_mean),

@@ -17,6 +17,7 @@ from twinkle_jax.loss import (
     ImportanceCorrection,
     PolicyLoss,
     SAPOLoss,
+    VESPOLoss,
 )
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
@@ -179,6 +180,7 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
             ("cispo", {"dual_clip": 3}),
             ("sapo", {"dual_clip": 3}),
             ("sapo", {"tau_neg": 0}),
+            ("vespo", {"lambda_neg": 0}),
             ("dr_grpo", {"max_completion_length": -1}),
             ("ppo", {"loss_agg_mode": "x"}),
             ("ppo", {"loss_agg_mode": ["token-mean"]}),
@@ -513,6 +515,7 @@ def test_a_loss_of_ones_own_may_have_a_dual_clip_without_an_upper_range():
 def test_a_weight_may_be_bounded_by_1():
     """Where tokens that reach the bound keep their gradient."""
     assert loss_of(loss="cispo", epsilon=0.0) == CISPOLoss(0.0)
+    assert loss_of(loss="vespo", epsilon=0.0) == VESPOLoss(epsilon=0.0)  # which has no effect
 
 
 def test_dr_grpo_divides_by_all_turns_of_an_episode():

@@ -361,7 +361,7 @@ def gamma_weighted_surrogate(
     """
     log_ratio, logprobs = masked_inputs(mask, log_ratio=log_ratio, logprobs=logprobs)
     advantages = masked_advantages(advantages, mask, logprobs.dtype)
-    total = bounded(jnp.sum(bounded(log_ratio), axis=-1, keepdims=True))
+    total = jnp.sum(bounded(log_ratio), axis=-1, keepdims=True)
     dtype, positive = logprobs.dtype, advantages > 0
     k = jnp.where(positive, jnp.asarray(k_pos, dtype), jnp.asarray(k_neg, dtype))
     rate = jnp.where(positive, jnp.asarray(lambda_pos, dtype), jnp.asarray(lambda_neg, dtype))
