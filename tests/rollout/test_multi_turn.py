@@ -174,17 +174,18 @@ def test_rewards_turns_and_endings():
 
 
 def test_a_limit_of_tokens_ends_an_episode():
-    for episode in sample(games.Never, max_episode_tokens=16).episodes:
+    for episode in sample(games.Never, max_turns=48).episodes:
         assert episode.ended == "length"
-        assert len(episode.rows[0].tokens) <= 16
-        assert episode.rows[0].sampled[-1] or len(episode.rows[0].tokens) < 16
+        assert len(episode.rows[0].tokens) <= 48
+        assert episode.rows[0].sampled[-1] or len(episode.rows[0].tokens) < 48
 
 
 @pytest.mark.parametrize("environment", [lambda: ToolEnvironment([message_text]), games.Never])
 def test_a_call_that_cannot_be_parsed_is_one_error(environment, monkeypatch):
     broken = Action('<tool_call>{"name": 1}</tool_call>')
     monkeypatch.setattr(multi_turn, "Action", lambda *_: broken)
-    rows = PromptBatch([{"messages": [{"role": "user", "content": "1+1="}], "user_data": []}])
+    prompt = {"messages": [{"role": "user", "content": "1+1="}], "user_data": []}
+    rows = PromptBatch([prompt, prompt])
     turns = [turn for e in sample(environment, rows).episodes for turn in e.turns]
     assert {turn.tool_errors for turn in turns} == {1}
 
@@ -762,14 +763,13 @@ def test_an_observation_that_the_chat_template_rejects_fails_its_episode(history
 
 def test_what_an_environment_says_first_joins_the_users_message():
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
-    prompt = PromptBatch([{"messages": messages, "user_data": []}])
-    made = source(games.Guess, num_samples=1)
-    episodes = made.play(POLICY.params, prompt, jax.random.key(8))
+    prompts = PromptBatch([{"messages": messages, "user_data": []}] * 2)
+    episodes = sample(games.Guess, prompts).episodes
     assert episodes[0].messages[:2] == [
         {"role": "system", "content": "1"},
         {"role": "user", "content": "2\n0-9="},
     ]
-    assert prompt[0]["messages"][1]["content"] == "2"
+    assert prompts[0]["messages"][1]["content"] == "2"
 
 
 def test_numbers_of_numpy_are_numbers_and_what_is_none_is_left_out_of_metrics():
