@@ -124,7 +124,7 @@ def test_garbage_under_the_mask_changes_no_bit(name):
             dirty = jnp.where(KEEP, rewards, np.float32(garbage))
             np.testing.assert_array_equal(call(dirty, where=KEEP), clean)
         for garbage in (NAN, INF):
-            nothing = call(jnp.full(COUNT, garbage), where=np.zeros(COUNT, bool))
+            nothing = call(jnp.full(COUNT, garbage, jnp.float32), where=np.zeros(COUNT, bool))
             assert nothing.tolist() == [0] * COUNT
 
 

@@ -182,15 +182,6 @@ def test_types(name):
         assert double.dtype == (bool if name in BOOLEAN else jnp.float64)
 
 
-def test_other_settings_compile_nothing():
-    batch = random_batch(16)
-    results("clipped", batch)
-    before = every_result._cache_size()
-    others = {k: {x: 1.5 * value for x, value in case.items()} for k, case in SETTINGS.items()}
-    every_result(others, batch.mask, arrays_of(batch))
-    assert every_result._cache_size() == before
-
-
 @every_function
 def test_errors_name_the_argument(name):
     case, mask = FUNCTIONS[name], jnp.ones((2, 3), bool)

@@ -5,7 +5,6 @@ import re
 from functools import partial
 from typing import NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -423,17 +422,6 @@ def test_inside_scan_and_checkpoint():
 
     gradient = jax.jit(jax.value_and_grad(total, argnums=1), static_argnums=0)
     assert_close(gradient(token_logprobs, head), gradient(plain, head))
-
-
-def test_one_compilation_for_all_values():
-    @jax.jit
-    @chex.assert_max_traces(n=1)
-    def score(hidden, head, tokens, mask, temperature):
-        return token_logprobs(hidden, head, tokens, mask=mask, temperature=temperature)
-
-    for seed in range(3):
-        case = make(20, 3, 200, seed, kept=seed / 2)
-        score(case.hidden, case.head, case.tokens, case.mask, 0.5 + seed)
 
 
 def test_calls_outside_jit_share_a_compilation():

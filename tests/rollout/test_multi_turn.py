@@ -156,8 +156,7 @@ def test_rewards_turns_and_endings():
     rollout = sample(games.Guess)
     scored = source(games.Guess).score(rollout)
     endings = {e.ended for e in rollout.episodes}
-    assert endings <= {"done", "max_turns", "length"}
-    assert len(endings) > 1
+    assert {"done"} < endings <= {"done", "max_turns", "length"}
     for i, episode in enumerate(rollout.episodes):
         assert scored.rewards[i] == np.float32(sum(t.reward for t in episode.turns))
         assert rollout.truncated[i] == (episode.ended != "done")
@@ -408,18 +407,6 @@ def test_turns_of_logits_that_are_not_finite_never_reach_an_environment(slots):
     broken = jax.tree.map(lambda x: x * jnp.nan, POLICY.params)
     with pytest.raises(LogitsError, match="in 8 of 8 completions"):
         source(games.Never, slots=slots).sample(broken, ROWS, jax.random.clone(KEY))
-
-
-def test_done_ends_an_episode_at_once():
-    class Once(games.Never):
-        def step(self, action):
-            return "1", 0.5, True, {}
-
-    for episode in sample(Once).episodes:
-        assert len(episode.turns) == 1
-        assert episode.ended in ("done", "length")
-        assert episode.rewards == ([0.5] if episode.ended == "done" else [0.0])
-    assert {e.ended for e in sample(Once).episodes} >= {"done"}
 
 
 class NoSuchFile(games.Guess):
