@@ -383,8 +383,8 @@ def test_segments_that_are_rows_in_any_order():
 
 # --- transformations ------------------------------------------------------------------------------
 
-# One that sorts, one with statistics of the batch, one with components, one with other data.
-FIRST = ("mc_grpo", "grpo, batch", "gdpo", "opo")
+# One that sorts, and one with components and statistics of the batch.
+FIRST = ("mc_grpo", "gdpo")
 
 
 @pytest.mark.parametrize(

@@ -80,8 +80,8 @@ def test_matches_reference_and_gradient(name):
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
     with jax.enable_x64(True):
-        assert function(jnp.asarray(CHOSEN), jnp.asarray(REJECTED)).dtype == jnp.float64
         run = jax.jit(functools.partial(function, beta=0.3))
+        assert jax.eval_shape(run, CHOSEN, REJECTED).dtype == jnp.float64
         check_grads(run, (CHOSEN, REJECTED), order=1, modes=["rev"])
 
 

@@ -84,8 +84,8 @@ def assert_routed(name, drawn):
 
 
 @pytest.mark.parametrize("name", each(NAMES, mark=pytest.mark.slow))
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
-def test_of_tokens_that_are_read(name, stacked):
+@pytest.mark.parametrize("laid", each(["stacked", "layer by layer"], mark=pytest.mark.slow))
+def test_of_tokens_that_are_read(name, laid):
     """By `prefill`, `extend` and `decode_step`; layers lie in a stack on TPUs."""
     config, params = model_of(name)
     rows = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12))
@@ -93,7 +93,7 @@ def test_of_tokens_that_are_read(name, stacked):
     options = {"max_length": 16, "keep_routing": True}
     _, cache = read_prompts(params, config, rows[:, :5], mask, **options)
     _, cache = read_more(params, config, rows[:, 5:8], cache, np.ones((3, 3), bool))
-    if not stacked:
+    if laid == "layer by layer":
         params, cache = unstack_layers(params), unstack_layers(cache)
     for column in range(8, 12):
         active = np.array([True, column != 9, True])

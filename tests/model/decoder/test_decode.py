@@ -105,9 +105,10 @@ def dense_first(kinds):
 
 
 @pytest.mark.parametrize("kinds", each(["full", "sliding", "linear"], 1, pytest.mark.slow))
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
-def test_dense_layers_before_those_with_experts(stacked, kinds):
+@pytest.mark.parametrize("laid", each(["stacked", "layer by layer"], mark=pytest.mark.slow))
+def test_dense_layers_before_those_with_experts(laid, kinds):
     """By `prefill`, `decode_step` and `extend`; experts are recorded, and 0 in dense layers."""
+    stacked = laid == "stacked"
     config, params = dense_first(kinds)
     rows = [p + g for p, g in zip(PROMPTS, GOES_ON, strict=True)]
     numbers = [np.full((len(row), config.layers, config.experts.chosen), -1) for row in rows]
