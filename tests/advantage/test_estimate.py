@@ -29,6 +29,7 @@ from tests.advantage.cases import (
     obeying,
     rewards_of,
 )
+from tests.model.families import each
 from twinkle_jax.advantage import (
     GRPOAdvantage,
     broadcast_to_tokens,
@@ -387,10 +388,7 @@ def test_segments_that_are_rows_in_any_order():
 FIRST = ("mc_grpo", "gdpo")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*FIRST, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in CASES if n not in FIRST)],
-)
+@pytest.mark.parametrize("name", each([*FIRST, *(n for n in CASES if n not in FIRST)], len(FIRST)))
 def test_jit_vmap_and_no_jit(name):
     @jax.jit
     def run(batches, wheres):

@@ -24,6 +24,7 @@ from tests.loss.cases import (
     random_batch,
     same_bits,
 )
+from tests.model.families import each
 from twinkle_jax import loss as losses
 from twinkle_jax.loss import (
     LOSSES,
@@ -82,13 +83,7 @@ def test_the_golden_file_is_whole():
     assert {case["loss"] for case in CASES.values()} == {c.__name__ for c in CLASSES}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if index < 22 else pytest.param(name, marks=pytest.mark.exhaustive)
-        for index, name in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize("name", each(list(CASES), 22))
 def test_golden(name):
     """All settings on two batches in the default run, on all six in the exhaustive one."""
     case, index = CASES[name], int(name.split("-")[0])
@@ -296,13 +291,7 @@ def test_on_policy():
         assert metrics.approximate_kl == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "grpo",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in POLICY_LOSSES if n != "grpo"),
-    ],
-)
+@pytest.mark.parametrize("name", each(list(POLICY_LOSSES)))
 def test_without_advantages_there_is_no_loss(name):
     batch = random_batch(72)
 

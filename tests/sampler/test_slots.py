@@ -119,14 +119,7 @@ def test_rows_that_go_on_leave_the_others_behind_and_caches_grow(sizes, compilat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"fsdp": 8},
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("axes", each([{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]), ids=str)
 def test_eight_devices_exchange_rows_by_themselves(axes, sizes):
     alone, mesh = lengthy(generate), make_mesh(**axes)
     sizes.clear()
