@@ -23,7 +23,7 @@ BOOLEAN = {
 def every_result(settings, mask, arrays):
     """Results of all functions, and gradients of their sums in every array.
 
-    They are compiled together, which takes a third of the time; settings are traced.
+    They are compiled together, which takes less time; settings are traced.
     """
 
     def one(case, options):

@@ -173,10 +173,10 @@ def test_rewards_turns_and_endings():
 
 
 def test_a_limit_of_tokens_ends_an_episode():
-    for episode in sample(games.Never, max_turns=48).episodes:
+    for episode in sample(games.Never, max_episode_tokens=16).episodes:
         assert episode.ended == "length"
-        assert len(episode.rows[0].tokens) <= 48
-        assert episode.rows[0].sampled[-1] or len(episode.rows[0].tokens) < 48
+        assert len(episode.rows[0].tokens) <= 16
+        assert episode.rows[0].sampled[-1] or len(episode.rows[0].tokens) < 16
 
 
 @pytest.mark.parametrize("environment", [lambda: ToolEnvironment([message_text]), games.Never])
