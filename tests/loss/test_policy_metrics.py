@@ -54,10 +54,11 @@ def test_divergence_of_policies_that_hardly_differ():
 
 def test_nothing_kept():
     x = jnp.full((2, 3), jnp.nan)
-    metrics = policy_metrics(x, jnp.zeros(2), jnp.zeros((2, 3), bool), entropies=x)
+    measure = jax.jit(policy_metrics)
+    metrics = measure(x, jnp.zeros(2), jnp.zeros((2, 3), bool), entropies=x)
     np.testing.assert_array_equal(metrics, [0, 0, 0, 0, 1, 1])
     nothing = jnp.zeros((0, 3))
-    empty = policy_metrics(nothing, jnp.zeros(0), nothing > 0)
+    empty = measure(nothing, jnp.zeros(0), nothing > 0)
     assert empty.ratio_min == empty.ratio_max == 1
 
 
@@ -149,16 +150,13 @@ def test_mismatches_add_up(parts):
 
 
 def test_mismatch_at_the_edges():
-    nothing = sampler_mismatch(
-        jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3)), jnp.zeros((2, 3), bool)
-    )
+    compare = jax.jit(sampler_mismatch)
+    nothing = compare(jnp.full((2, 3), jnp.nan), jnp.zeros((2, 3)), jnp.zeros((2, 3), bool))
     np.testing.assert_array_equal([*nothing.metrics().values()], [0, 0, 0, 0, 1, 1])
-    far = sampler_mismatch(
-        jnp.array([[0.0, 0.0]]), jnp.array([[-200.0, 0.0]]), jnp.ones((1, 2), bool)
-    )
+    far = compare(jnp.array([[0.0, 0.0]]), jnp.array([[-200.0, 0.0]]), jnp.ones((1, 2), bool))
     assert far.metrics()["logp_diff/max"] == 200
     assert all(np.isfinite(value) for value in far.metrics().values())
-    broken = sampler_mismatch(jnp.array([jnp.nan, 0.0]), jnp.zeros(2), jnp.ones(2, bool))
+    broken = compare(jnp.array([jnp.nan, 0.0]), jnp.zeros(2), jnp.ones(2, bool))
     assert np.isnan(broken.metrics()["logp_diff/mean"])
     assert np.isnan((broken + far).metrics()["logp_diff/max"])
 

@@ -575,7 +575,8 @@ def test_rows_that_are_kept_keep_the_pages_of_their_prompt():
         cache.layers,
     )
     moved = cache._replace(layers=layers, prompt_pages=pages)
-    kept = keep_rows(moved, jnp.array([4, 0, 1]), 12, prompt_pages=3)
+    keep = jax.jit(keep_rows, static_argnums=2, static_argnames="prompt_pages")
+    kept = keep(moved, jnp.array([4, 0, 1]), 12, prompt_pages=3)
     shared, held = kept.prompt_pages, kept.layers["0"].values
     assert shared.prompt.tolist() == [7, 7, -1] and shared.start[:2].tolist() == [16, 0]
     assert members(shared)[:2] == [[0, 2, 3]] * 2
