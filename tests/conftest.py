@@ -35,6 +35,8 @@ def pytest_configure(config):
             kept = config.cache.mkdir(f"jax-{platform.node()}")  # programs are for one kind of CPU
             jax.config.update("jax_compilation_cache_dir", str(kept))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    if "JAX_TRACEBACK_FILTERING" not in os.environ:  # takes milliseconds for each error
+        jax.config.update("jax_traceback_filtering", "off")
     # PyTorch's threads wait for each other by spinning, while other workers have the cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     jax.config.update("jax_num_cpu_devices", 8)

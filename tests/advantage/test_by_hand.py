@@ -19,6 +19,7 @@ from tests.advantage.cases import (
     close,
     rewards_of,
 )
+from tests.model.families import each
 from twinkle_jax import grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import (
     dgpo_advantage,
@@ -35,9 +36,7 @@ from twinkle_jax.advantage import (
 GOLDEN = json.loads((pathlib.Path(__file__).parents[1] / "golden/advantage_cases.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "start", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 5))]
-)
+@pytest.mark.parametrize("start", each(range(5)))
 def test_golden_numbers_of_twinkle(start):
     # every fifth case by default, in which both estimators have all scales; then the others
     functions = {"grpo": grpo_advantage, "rloo": rloo_advantage}

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.advantage.cases import COUNT, NAN, PROMPTS, SIZE
+from tests.model.families import each
 from twinkle_jax import grpo_advantage
 from twinkle_jax.advantage import (
     NOISE_ULPS,
@@ -99,9 +100,7 @@ def test_offset_by_hand():
 # --- accurate sums --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "scale", ["batch", *(pytest.param(s, marks=pytest.mark.exhaustive) for s in ("group", "none"))]
-)
+@pytest.mark.parametrize("scale", each(["batch", "group", "none"]))
 def test_large_batches_are_summed_accurately(scale):
     # 2**22 rewards about 0.5: a running float32 sum would lose the last digits
     rewards = np.random.default_rng(0).uniform(size=2**22).astype(np.float32)

@@ -21,6 +21,7 @@ from tests.advantage.cases import (
     SEGMENTS,
     SIZE,
 )
+from tests.model.families import each
 from twinkle_jax import GRPOAdvantage, RLOOAdvantage, grpo_advantage, rloo_advantage
 from twinkle_jax.advantage import (
     group_statistics,
@@ -91,14 +92,8 @@ def test_pytorch_tensors():
 
 @pytest.mark.parametrize(
     "dtype",
-    [
-        jnp.bfloat16, np.int64, bool,
-        *(
-            pytest.param(x, marks=pytest.mark.exhaustive)
-            for x in (jnp.float16, np.float32, np.float64, np.int8, np.uint8)
-        ),
-    ],
-)  # fmt: skip
+    each([jnp.bfloat16, np.int64, bool, jnp.float16, np.float32, np.float64, np.int8, np.uint8], 3),
+)
 def test_types_are_computed_and_returned_in_float32(dtype):
     rewards = np.array(REWARDS).astype(dtype)
     expected = grpo_advantage(rewards.astype(np.float32), 4)

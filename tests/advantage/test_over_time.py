@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.advantage import reference
 from tests.advantage.cases import INF, NAN
+from tests.model.families import each
 from twinkle_jax.advantage import (
     GAE,
     GAEAdvantage,
@@ -233,9 +234,7 @@ def test_rounding_is_told_by_the_values_too():
 FURTHER = (2, 7, 8, 63, 64, 71, 512)
 
 
-@pytest.mark.parametrize(
-    "lengths", [(1, 9, 65, 513), pytest.param(FURTHER, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("lengths", each([(1, 9, 65, 513), FURTHER]))
 def test_every_length(lengths):
     rng = np.random.default_rng(3)
     rewards = rng.integers(-4, 5, (3, 513)).astype(np.float32)
@@ -304,9 +303,7 @@ def test_types():
     assert integers.dtype == jnp.float32 and integers.tolist() == [[3, 2], [7, 4]]
 
 
-@pytest.mark.parametrize(
-    "place", [np.asarray, pytest.param(jnp.asarray, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("place", each([np.asarray, jnp.asarray]))
 @pytest.mark.parametrize("wide", range(3))
 def test_one_wide_array_makes_all_wide(wide, place):
     # Also gamma and lambda: 0.9 and 0.95 of float32 would be wrong in the eighth digit.

@@ -314,19 +314,15 @@ class Function:
 
 
 RATIO, ON_RATIO = "logprobs old", "log_ratio advantages"
+WEIGHED, MASKED = "log_ratio logprobs advantages", "logprobs old advantages"
+HIGHER = {"epsilon": 0.1, "epsilon_high": 0.3}
 FUNCTIONS = {
     "token_log_ratio": Function(losses.token_log_ratio, token_log_ratio, RATIO, "logprobs"),
     "sequence_log_ratio": Function(
         losses.sequence_log_ratio, sequence_log_ratio, RATIO, "logprobs"
     ),
     "clipped": Function(losses.clipped_surrogate, clipped, ON_RATIO, "log_ratio"),
-    "clipped_higher": Function(
-        losses.clipped_surrogate,
-        clipped,
-        ON_RATIO,
-        "log_ratio",
-        {"epsilon": 0.1, "epsilon_high": 0.3},
-    ),
+    "clipped_higher": Function(losses.clipped_surrogate, clipped, ON_RATIO, "log_ratio", HIGHER),
     "dual_clip": Function(
         losses.clipped_surrogate, clipped, ON_RATIO, "log_ratio", {"epsilon": 0.2, "dual_clip": 1.5}
     ),
@@ -341,24 +337,13 @@ FUNCTIONS = {
         losses.geometric_mean_surrogate, geometric_mean, ON_RATIO, "log_ratio"
     ),
     "geometric_mean_higher": Function(
-        losses.geometric_mean_surrogate,
-        geometric_mean,
-        ON_RATIO,
-        "log_ratio",
-        {"epsilon": 0.1, "epsilon_high": 0.3},
+        losses.geometric_mean_surrogate, geometric_mean, ON_RATIO, "log_ratio", HIGHER
     ),
     "clipped_importance": Function(
-        losses.clipped_importance_surrogate,
-        clipped_importance,
-        "log_ratio logprobs advantages",
-        "logprobs",
+        losses.clipped_importance_surrogate, clipped_importance, WEIGHED, "logprobs"
     ),
     "clipped_importance_both": Function(
-        losses.clipped_importance_surrogate,
-        clipped_importance,
-        "log_ratio logprobs advantages",
-        "logprobs",
-        {"epsilon": 0.1, "epsilon_high": 0.3},
+        losses.clipped_importance_surrogate, clipped_importance, WEIGHED, "logprobs", HIGHER
     ),
     "gamma_weighted": Function(
         losses.gamma_weighted_surrogate,
@@ -395,27 +380,19 @@ FUNCTIONS = {
     "sequence_mask": Function(
         losses.masked_sequence_importance_weights, masked_sequence_weights, RATIO
     ),
-    "total_variation": Function(
-        losses.total_variation_mask, total_variation_mask, "logprobs old advantages"
-    ),
+    "total_variation": Function(losses.total_variation_mask, total_variation_mask, MASKED),
     "total_variation_higher": Function(
         losses.total_variation_mask,
         total_variation_mask,
-        "logprobs old advantages",
+        MASKED,
         settings={"delta": 0.02, "delta_high": 0.1},
     ),
-    "binary_kl": Function(losses.binary_kl_mask, binary_kl_mask, "logprobs old advantages"),
+    "binary_kl": Function(losses.binary_kl_mask, binary_kl_mask, MASKED),
     "binary_kl_higher": Function(
-        losses.binary_kl_mask,
-        binary_kl_mask,
-        "logprobs old advantages",
-        settings={"delta": 0.001, "delta_high": 0.02},
+        losses.binary_kl_mask, binary_kl_mask, MASKED, settings={"delta": 0.001, "delta_high": 0.02}
     ),
     "off_policy": Function(
-        losses.off_policy_sequence_mask,
-        off_policy_sequence_mask,
-        "logprobs old advantages",
-        settings={"delta": 0.05},
+        losses.off_policy_sequence_mask, off_policy_sequence_mask, MASKED, settings={"delta": 0.05}
     ),
     "top_entropy": Function(losses.top_entropy_mask, top_entropy_mask, "entropies"),
 }

@@ -1,6 +1,5 @@
 """Laws of every function of one number per token: the rows of `FUNCTIONS`."""
 
-import functools
 import inspect
 
 import jax
@@ -20,29 +19,35 @@ BOOLEAN = {
 }
 
 
-@functools.cache
-def compiled(name):
-    """The results, and the gradients of their sum in every array; settings are traced."""
-    case = FUNCTIONS[name]
+@jax.jit
+def every_result(settings, mask, arrays):
+    """Results of all functions, and gradients of their sums in every array.
 
-    @jax.jit
-    def run(settings, mask, *arrays):
+    They are compiled together, which takes less time; settings are traced.
+    """
+
+    def one(case, options):
         def total(*arrays):
-            results = case.function(*arrays, mask, **settings)
+            results = case.function(*arrays, mask, **options)
             return jnp.sum(results, dtype=jnp.float32), results
 
-        gradients, results = jax.grad(total, tuple(range(len(arrays))), has_aux=True)(*arrays)
+        chosen = [arrays[array] for array in case.arrays.split()]
+        gradients, results = jax.grad(total, tuple(range(len(chosen))), has_aux=True)(*chosen)
         return results, dict(zip(case.arrays.split(), gradients, strict=True))
 
-    return run
+    return {name: one(case, settings[name]) for name, case in FUNCTIONS.items()}
 
 
-def run(name, mask, *arrays):
-    return compiled(name)(FUNCTIONS[name].settings, mask, *arrays)
+SETTINGS = {name: case.settings for name, case in FUNCTIONS.items()}
+
+
+def arrays_of(batch):
+    names = {array for case in FUNCTIONS.values() for array in case.arrays.split()}
+    return {array: getattr(batch, array) for array in names}
 
 
 def results(name, batch):
-    return run(name, batch.mask, *FUNCTIONS[name].arguments(batch))
+    return every_result(SETTINGS, batch.mask, arrays_of(batch))[name]
 
 
 def assert_matches_reference(name, actual, batch):
@@ -103,26 +108,38 @@ def test_garbage_under_the_mask(name):
     clean = results(name, batch)
     assert not clean[0][~batch.mask].any()
     for garbage in GARBAGE:
-        arguments = FUNCTIONS[name].arguments(batch)
-        dirty = run(name, batch.mask, *(np.where(batch.mask, x, garbage) for x in arguments))
+        arrays = {k: np.where(batch.mask, x, garbage) for k, x in arrays_of(batch).items()}
+        dirty = every_result(SETTINGS, batch.mask, arrays)[name]
         assert all(map(same_bits, jax.tree.leaves(clean), jax.tree.leaves(dirty)))
 
 
 @every_function
 def test_padding_changes_nothing(name):
-    batch, case = random_batch(68, per_token=True), FUNCTIONS[name]
-    padded = [np.pad(x, ((0, 2), (0, 3))) for x in (*case.arguments(batch), batch.mask)]
-    longer = case(*padded)
+    batch = random_batch(68, per_token=True)
+    padded = {k: np.pad(x, ((0, 2), (0, 3))) for k, x in arrays_of(batch).items()}
+    mask = np.pad(batch.mask, ((0, 2), (0, 3)))
+    longer, _ = every_result(SETTINGS, mask, padded)[name]
     np.testing.assert_allclose(longer[:4, :6], results(name, batch)[0], rtol=1e-6)
     assert not longer[4:].any() and not longer[:, 6:].any()
 
 
+@jax.jit
+def every_row(mask, arrays):
+    """Results of all functions, mapped over the rows and row by row."""
+
+    def one(case):
+        arguments = *(arrays[array] for array in case.arrays.split()), mask
+        rows = [case(*row) for row in zip(*arguments, strict=True)]
+        return jax.vmap(case)(*arguments), jnp.stack(rows)
+
+    return {name: one(case) for name, case in FUNCTIONS.items()}
+
+
 @every_function
 def test_vmap_is_a_loop(name):
-    batch, case = random_batch(15), FUNCTIONS[name]
-    arguments = *case.arguments(batch), batch.mask
-    rows = jnp.stack([case(*row) for row in zip(*arguments, strict=True)])
-    np.testing.assert_allclose(jax.vmap(case)(*arguments), rows, rtol=1e-6)
+    batch = random_batch(15)
+    mapped, rows = every_row(batch.mask, arrays_of(batch))[name]
+    np.testing.assert_allclose(mapped, rows, rtol=1e-6)
     if name != "top_entropy":  # whose threshold is of the batch
         np.testing.assert_allclose(results(name, batch)[0], rows, rtol=1e-6)
 
@@ -142,15 +159,15 @@ def test_far_apart_is_finite(name, distance, sign):
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "top_entropy"])
 def test_nan_is_not_hidden(name):
-    case, mask = FUNCTIONS[name], jnp.ones((2, 1), bool)
-    for place in range(len(case.arrays.split())):
-        arguments = [jnp.full((2, 1), -1.0) for _ in case.arrays.split()]
-        arguments[place] = jnp.array([[jnp.nan], [-1.0]])
-        result = case(*arguments, mask)
+    mask = np.repeat(np.arange(6)[None] == 0, 4, axis=0)  # rows of one token
+    arrays = {array: np.full((4, 6), -1, np.float32) for array in arrays_of(random_batch(0))}
+    for place in FUNCTIONS[name].arrays.split():
+        broken = np.where(np.arange(4)[:, None] == 0, np.float32(np.nan), arrays[place])
+        result, _ = every_result(SETTINGS, mask, arrays | {place: broken})[name]
         if name in BOOLEAN:  # the token is kept, and its loss is NaN
             assert result[0, 0]
         else:
-            np.testing.assert_array_equal(jnp.isnan(result), [[True], [False]])
+            np.testing.assert_array_equal(np.isnan(result[:, 0]), [True, False, False, False])
 
 
 @pytest.mark.slow
@@ -163,17 +180,6 @@ def test_types(name):
         first, *others = case.arguments(batch)
         double = case(first.astype(float), *others, batch.mask)
         assert double.dtype == (bool if name in BOOLEAN else jnp.float64)
-
-
-@every_function
-def test_other_settings_compile_nothing(name):
-    batch, case = random_batch(16), FUNCTIONS[name]
-    results(name, batch)
-    before = compiled(name)._cache_size()
-    others = {key: 1.5 * value for key, value in case.settings.items()}
-    changed, _ = compiled(name)(others, batch.mask, *case.arguments(batch))
-    assert changed.shape == batch.mask.shape
-    assert compiled(name)._cache_size() == before
 
 
 @every_function

@@ -126,13 +126,13 @@ def test_a_corrected_loss_worked_by_its_parts(on_policy):
         trainer = jax.lax.stop_gradient(logprobs) if on_policy else old
         ratio = token_log_ratio(logprobs, trainer, batch.mask)
         losses = clipped_surrogate(ratio, batch.advantages, batch.mask)
-        weights = np.minimum(np.exp(trainer - sampler), np.float32(1.25))
+        weights = jnp.minimum(jnp.exp(trainer - sampler), np.float32(1.25))
         losses = losses * weights + 0.5 * kl_k3(logprobs, batch.ref, batch.mask)
         return sequence_mean(losses, batch.mask)
 
     arguments = batch.logprobs, batch.old, SAMPLER
-    value, gradients = jax.value_and_grad(actual, argnums=(0, 1, 2))(*arguments)
-    expected, gradient = jax.value_and_grad(desired)(*arguments)
+    value, gradients = jax.jit(jax.value_and_grad(actual, argnums=(0, 1, 2)))(*arguments)
+    expected, gradient = jax.jit(jax.value_and_grad(desired))(*arguments)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(gradients[0], gradient, rtol=1e-5, atol=1e-8)
     assert not gradients[1].any() and not gradients[2].any()

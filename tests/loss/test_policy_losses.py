@@ -19,12 +19,12 @@ from tests.loss.cases import (
     GARBAGE,
     POLICY_LOSSES,
     call,
-    every_gradient,
     expected,
     gradients,
     random_batch,
     same_bits,
 )
+from tests.model.families import each
 from twinkle_jax import loss as losses
 from twinkle_jax.loss import (
     LOSSES,
@@ -84,13 +84,7 @@ def test_the_golden_file_is_whole():
     assert {case["loss"] for case in CASES.values()} == {c.__name__ for c in CLASSES}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if index < 22 else pytest.param(name, marks=pytest.mark.exhaustive)
-        for index, name in enumerate(CASES)
-    ],
-)
+@pytest.mark.parametrize("name", each(list(CASES), 22))
 def test_golden(name):
     """All settings on two batches in the default run, on all six in the exhaustive one."""
     case, index = CASES[name], int(name.split("-")[0])
@@ -153,25 +147,6 @@ def test_gradient():
             }
 
         check_grads(every_loss, (new, entropies), order=1, modes=["rev"])
-
-
-@pytest.mark.exhaustive
-@every_loss
-def test_jit_changes_nothing(name):
-    batch = random_batch(61)
-    value, _, gradient = gradients(name, batch)
-    plain, plain_gradient = jax.value_and_grad(
-        lambda x: call(POLICY_LOSSES[name], x, *batch[1:]).loss
-    )(batch.logprobs)
-    np.testing.assert_allclose(value, plain, rtol=1e-6)
-    np.testing.assert_allclose(gradient[0], plain_gradient, rtol=1e-5, atol=1e-8)
-
-
-def test_other_values_compile_nothing():
-    gradients("grpo", random_batch(61))
-    before = every_gradient._cache_size()
-    gradients("grpo", random_batch(62))
-    assert every_gradient._cache_size() == before
 
 
 @every_loss
@@ -317,13 +292,7 @@ def test_on_policy():
         assert metrics.approximate_kl == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "grpo",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in POLICY_LOSSES if n != "grpo"),
-    ],
-)
+@pytest.mark.parametrize("name", each(list(POLICY_LOSSES)))
 def test_without_advantages_there_is_no_loss(name):
     batch = random_batch(72)
 
@@ -459,13 +428,12 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage(cls):
         def loss(logps):
             return jnp.sum(cls(**options)({"labels": labels}, {"logps": logps}, **rows).loss)
 
-        return jax.grad(loss)(jnp.asarray(kept, jnp.float32))
+        return jax.jit(jax.grad(loss))(jnp.asarray(kept, jnp.float32))
 
     free, bounded = gradients(), gradients(dual_clip=3.0)
     assert free[0, 0] > 0 and bounded[0, 0] == 0  # 8 times as probable; the other is clipped
     np.testing.assert_array_equal(gradients(dual_clip=9.0), free)
-    one = {"labels": labels[:1]}, {"logps": kept[:1]}
-    loss = cls(dual_clip=3.0)(*one, old_logps=np.zeros((1, 1)), advantages=[-1.0]).loss
+    loss = of_one_sequence(cls(dual_clip=3.0), kept[0].tolist(), [0.0], -1.0).loss
     divisor = getattr(cls(), "max_completion_length", 1)
     assert float(loss) == pytest.approx(3 / divisor)
 
@@ -506,11 +474,9 @@ def test_sapo_reports_no_clips():
 
 
 def of_one_sequence(loss_fn, logps, old_logps, advantage):
-    labels = [[1] * len(logps)]
-    logps, old_logps = jnp.array([logps]), [old_logps]
-    return loss_fn(
-        {"labels": labels}, {"logps": logps}, old_logps=old_logps, advantages=[advantage]
-    )
+    inputs, rows = {"labels": [[1] * len(logps)]}, {"old_logps": [old_logps]}
+    run = jax.jit(lambda x: loss_fn(inputs, {"logps": x}, advantages=[advantage], **rows))
+    return run(jnp.array([logps]))
 
 
 def test_luspo_weighs_a_sequence_by_its_tokens():

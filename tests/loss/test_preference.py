@@ -80,17 +80,16 @@ def test_matches_reference_and_gradient(name):
     assert actual.dtype == jnp.float32
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6)
     with jax.enable_x64(True):
-        assert function(jnp.asarray(CHOSEN), jnp.asarray(REJECTED)).dtype == jnp.float64
-        check_grads(
-            functools.partial(function, beta=0.3), (CHOSEN, REJECTED), order=1, modes=["rev"]
-        )
+        run = jax.jit(functools.partial(function, beta=0.3))
+        assert jax.eval_shape(run, CHOSEN, REJECTED).dtype == jnp.float64
+        check_grads(run, (CHOSEN, REJECTED), order=1, modes=["rev"])
 
 
 @every_loss
 @pytest.mark.parametrize("margin", [-1e4, 1e4])
 def test_far_margins_are_finite(name, margin):
     function, _ = ORACLES[name]
-    run = jax.value_and_grad(lambda w: function(w, jnp.float32(0)))
+    run = jax.jit(jax.value_and_grad(lambda w: function(w, jnp.float32(0))))
     value, gradient = run(jnp.float32(margin))
     assert np.isfinite(value)
     assert np.isfinite(gradient)
@@ -110,7 +109,7 @@ def test_without_a_reference_worked_by_hand():
 
 def test_certain_sequences_have_finite_odds():
     for chosen, rejected in [(0.0, -1.0), (-1.0, 0.0), (-1e-9, -1e-9), (-200.0, 0.0)]:
-        run = jax.value_and_grad(orpo_preference, (0, 1))
+        run = jax.jit(jax.value_and_grad(orpo_preference, (0, 1)))
         value, gradients = run(jnp.float32(chosen), jnp.float32(rejected))
         assert np.isfinite(value) and np.isfinite(gradients).all()
 

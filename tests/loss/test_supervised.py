@@ -11,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 import twinkle_jax.loss as loss_room
-from tests.loss import cases as reference
 from tests.loss.cases import (
     DATA,
     GOLDEN,
@@ -20,9 +19,9 @@ from tests.loss.cases import (
     LOGPS,
     MASK,
     TEACHER,
-    random_batch,
     value_and_gradient,
 )
+from tests.model.families import each
 from twinkle_jax.loss import (
     ChunkedCrossEntropyLoss,
     CPOLoss,
@@ -55,13 +54,8 @@ def test_fine_tuning_by_hand():
 RNG = np.random.default_rng(1)
 JSD_STUDENT, JSD_TEACHER = 2 * RNG.normal(size=(2, 3, 4, 6))
 JSD_MASK = RNG.random((3, 4)) < 0.7
-BETAS = pytest.mark.parametrize(
-    "beta", [0.0, 0.3, 1.0, *(pytest.param(b, marks=pytest.mark.exhaustive) for b in (0.5, 0.9))]
-)
-
-ENDS = pytest.mark.parametrize(
-    "beta", [0.3, *(pytest.param(b, marks=pytest.mark.exhaustive) for b in (0.0, 1.0))]
-)
+BETAS = pytest.mark.parametrize("beta", each([0.0, 0.3, 1.0, 0.5, 0.9], 3))
+ENDS = pytest.mark.parametrize("beta", each([0.3, 0.0, 1.0]))
 
 
 def jsd_reference(student, teacher, mask, beta=0.5, temperature=1.0):
@@ -154,7 +148,9 @@ def summed_jsd(student, teacher, mask, beta):
     return generalised_jsd(student, teacher, mask, beta=beta, chunk_size=5).sum()
 
 
-@pytest.mark.parametrize("spec", [("data",), ("data", "time"), ("data", None, "time")])
+@pytest.mark.parametrize(
+    "spec", each([("data", "time"), ("data",), ("data", None, "time")], mark=pytest.mark.slow)
+)
 def test_jsd_of_tokens_spread_over_an_explicit_mesh(spec):
     """Chunks are taken across the tokens of several devices."""
     student, teacher = jax.random.normal(jax.random.key(0), (2, 8, 4, 6))
@@ -240,7 +236,8 @@ def test_golden(name):
         assert not np.allclose(gradient, case["gradient"])
     else:
         np.testing.assert_allclose(gradient, case["gradient"], **GOLDEN["tolerance"])
-    tokens = loss_fn({"labels": LABELS}, {case["of"]: DATA[case["of"]]}, **arguments).num_tokens
+    inputs, of = {"labels": LABELS}, case["of"]
+    tokens = jax.jit(lambda x: loss_fn(inputs, {of: x}, **arguments).num_tokens)(DATA[of])
     assert (tokens or 0) == case["num_tokens"]
 
 
@@ -253,9 +250,9 @@ def test_weights_of_dft_carry_no_gradient():
 
 def test_flat_labels():
     flat, logits = LABELS.reshape(-1), LOGITS.reshape(-1, 7)
-    expected = CrossEntropyLoss()({"labels": LABELS}, {"logps": LOGPS}).loss
+    expected, _ = value_and_gradient(CrossEntropyLoss(), "logps")
     for outputs in ({"logits": logits}, {"logps": LOGPS.reshape(-1)}):
-        value = CrossEntropyLoss()({"labels": flat}, outputs).loss
+        value = jax.jit(lambda x: CrossEntropyLoss()({"labels": flat}, x).loss)(outputs)
         np.testing.assert_allclose(value, expected, rtol=1e-6)
 
 
@@ -332,16 +329,6 @@ def test_critic_worked_by_hand():
     value, gradient = jax.jit(run)(values)
     assert value == 0.3125
     np.testing.assert_array_equal(gradient, [[[0.5], [0.0], [0.0]]])
-
-
-def test_critic_matches_reference():
-    batch = random_batch(90, per_token=True)
-    arguments = batch.logprobs, batch.old, batch.advantages, batch.mask
-    desired = reference.token_mean(reference.value_loss(*arguments), batch.mask)
-    np.testing.assert_allclose(critic_loss(*arguments), desired, rtol=1e-5)
-    wide = critic_loss(*arguments, PPOValueLoss(epsilon=9.0))
-    error = np.square(batch.logprobs - batch.advantages)[batch.mask].mean() / 2
-    np.testing.assert_allclose(wide, error, rtol=1e-5)
 
 
 def test_defaults_and_order_are_twinkles():

@@ -58,10 +58,13 @@ def test_clipped_worked_by_hand():
     log_ratio = jnp.log(jnp.array([2.0, 0.5, 2.0, 0.5, 1.0]))
     advantages = jnp.array([1.0, 1.0, -1.0, -1.0, 3.0])
     mask = jnp.ones(5, bool)
-    value, gradient = jax.value_and_grad(
-        lambda x: clipped_surrogate(x, advantages, mask, epsilon=0.25).sum()
-    )(log_ratio)
-    losses = clipped_surrogate(log_ratio, advantages, mask, epsilon=0.25)
+
+    @jax.jit
+    def total(log_ratio):
+        losses = clipped_surrogate(log_ratio, advantages, mask, epsilon=0.25)
+        return losses.sum(), losses
+
+    (value, losses), gradient = jax.value_and_grad(total, has_aux=True)(log_ratio)
     np.testing.assert_allclose(losses, [-1.25, -0.5, 2.0, 0.75, -3.0], rtol=1e-6)
     assert value == losses.sum()
     # The derivative in the log-ratio is -rA where nothing is clipped, and 0 where it is.

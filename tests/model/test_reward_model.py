@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.model.families import assert_close, each, family, params_of
+from tests.model.families import assert_close, each, family, hidden, params_of
 from tests.model.huggingface.tensors import assert_same, contents, rewrite
 from twinkle_jax.data import Template, pad_rows, small_tokenizer
 from twinkle_jax.loss import bradley_terry_loss
@@ -19,7 +19,6 @@ from twinkle_jax.model import (
     Decoder,
     LoraConfig,
     RewardModel,
-    hidden_states,
     make_mesh,
     merge_params,
     parse_config,
@@ -149,7 +148,7 @@ def test_scores_are_not_divided_as_logits_are():
     assert config.logits_scaling != 1
     unscaled = dataclasses.replace(config, logits_scaling=1.0)
     tokens = TEMPLATE.batch_encode(ANSWERS[:1])[0]["input_ids"]
-    expected = float(hidden_states(params, unscaled, tokens[None])[0, -1].sum())
+    expected = float(hidden(params, unscaled, tokens[None])[0, -1].sum())
     reward = RewardModel(config, params, np.ones(config.hidden_size), TEMPLATE)
     assert reward(ANSWERS[:1]) == [pytest.approx(expected, rel=1e-4)]
 
@@ -202,6 +201,9 @@ def padded(reward, trajectories, extra=0, fill=0):
     rows = reward.encode(trajectories)
     tokens = pad_rows(rows, fill, length=max(map(len, rows)) + extra)
     return jnp.asarray(tokens), jnp.asarray([len(row) for row in rows])
+
+
+scored = jax.jit(reward_scores, static_argnames=("config", "compute_dtype"))
 
 
 def pair_loss(params, head, config, tokens, lengths, **options):
@@ -336,7 +338,7 @@ def test_head_and_parameters_train_in_float32(tmp_path):
     reward = RewardModel.from_pretrained(tmp_path, dtype="float32")
     assert {x.dtype for x in jax.tree.leaves((reward.params, reward.head))} == {np.dtype("float32")}
     tokens, lengths = padded(reward, ANSWERS)
-    half = reward_scores(
+    half = scored(
         reward.params, reward.head, reward.config, tokens, lengths, compute_dtype="bfloat16"
     )
     single = np.asarray(reward(ANSWERS))
@@ -375,7 +377,7 @@ def test_lengths_outside_a_row_make_its_score_nan():
     reward = reward_of()
     tokens, _ = padded(reward, ANSWERS[:4])
     lengths = jnp.array([0, 1, tokens.shape[1], tokens.shape[1] + 1])
-    scores = reward_scores(reward.params, reward.head, reward.config, tokens, lengths)
+    scores = scored(reward.params, reward.head, reward.config, tokens, lengths)
     np.testing.assert_array_equal(np.isnan(scores), [True, False, False, True])
 
 

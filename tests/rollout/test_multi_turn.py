@@ -156,8 +156,7 @@ def test_rewards_turns_and_endings():
     rollout = sample(games.Guess)
     scored = source(games.Guess).score(rollout)
     endings = {e.ended for e in rollout.episodes}
-    assert endings <= {"done", "max_turns", "length"}
-    assert len(endings) > 1
+    assert {"done"} < endings <= {"done", "max_turns", "length"}
     for i, episode in enumerate(rollout.episodes):
         assert scored.rewards[i] == np.float32(sum(t.reward for t in episode.turns))
         assert rollout.truncated[i] == (episode.ended != "done")
@@ -184,7 +183,8 @@ def test_a_limit_of_tokens_ends_an_episode():
 def test_a_call_that_cannot_be_parsed_is_one_error(environment, monkeypatch):
     broken = Action('<tool_call>{"name": 1}</tool_call>')
     monkeypatch.setattr(multi_turn, "Action", lambda *_: broken)
-    rows = PromptBatch([{"messages": [{"role": "user", "content": "1+1="}], "user_data": []}])
+    prompt = {"messages": [{"role": "user", "content": "1+1="}], "user_data": []}
+    rows = PromptBatch([prompt, prompt])
     turns = [turn for e in sample(environment, rows).episodes for turn in e.turns]
     assert {turn.tool_errors for turn in turns} == {1}
 
@@ -407,18 +407,6 @@ def test_turns_of_logits_that_are_not_finite_never_reach_an_environment(slots):
     broken = jax.tree.map(lambda x: x * jnp.nan, POLICY.params)
     with pytest.raises(LogitsError, match="in 8 of 8 completions"):
         source(games.Never, slots=slots).sample(broken, ROWS, jax.random.clone(KEY))
-
-
-def test_done_ends_an_episode_at_once():
-    class Once(games.Never):
-        def step(self, action):
-            return "1", 0.5, True, {}
-
-    for episode in sample(Once).episodes:
-        assert len(episode.turns) == 1
-        assert episode.ended in ("done", "length")
-        assert episode.rewards == ([0.5] if episode.ended == "done" else [0.0])
-    assert {e.ended for e in sample(Once).episodes} >= {"done"}
 
 
 class NoSuchFile(games.Guess):
@@ -762,14 +750,13 @@ def test_an_observation_that_the_chat_template_rejects_fails_its_episode(history
 
 def test_what_an_environment_says_first_joins_the_users_message():
     messages = [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}]
-    prompt = PromptBatch([{"messages": messages, "user_data": []}])
-    made = source(games.Guess, num_samples=1)
-    episodes = made.play(POLICY.params, prompt, jax.random.key(8))
+    prompts = PromptBatch([{"messages": messages, "user_data": []}] * 2)
+    episodes = sample(games.Guess, prompts).episodes
     assert episodes[0].messages[:2] == [
         {"role": "system", "content": "1"},
         {"role": "user", "content": "2\n0-9="},
     ]
-    assert prompt[0]["messages"][1]["content"] == "2"
+    assert prompts[0]["messages"][1]["content"] == "2"
 
 
 def test_numbers_of_numpy_are_numbers_and_what_is_none_is_left_out_of_metrics():

@@ -3,10 +3,10 @@
 import threading
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.sampler.vllm import moved
 from tests.sampler.vllm.fake_server import (
     FakeServer,
     log_softmax,
@@ -186,7 +186,7 @@ def trained_engine(server, tmp_path, patience=60.0, notes=None, **settings):
         server=ServerConfig(url=server.url, patience=patience),
     )
     engine = make_engine(config, policy, note=[].append if notes is None else notes.append)
-    params = jax.tree.map(lambda x: x + jnp.float32(0.1) * jnp.cos(3 * x), policy.params)
+    params = moved(policy.params)
 
     def draw():
         return engine.draw(params, PROMPTS, jax.random.key(0), config.rollout).completions

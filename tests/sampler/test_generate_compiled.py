@@ -71,11 +71,7 @@ def on_eight(name, *axes):
     return program, program(params)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [{"fsdp": 8}, *(pytest.param(x, marks=pytest.mark.exhaustive) for x in OTHER_MESHES)],
-    ids=str,
-)
+@pytest.mark.parametrize("axes", each([{"fsdp": 8}, *OTHER_MESHES]), ids=str)
 @pytest.mark.parametrize("name", each(("qwen3", *OTHERS)))
 def test_eight_devices_draw_what_one_draws(name, axes):
     alone, (_, spread) = run(params_of(name), name=name), on_eight(name, *axes.items())

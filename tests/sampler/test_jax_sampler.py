@@ -403,9 +403,9 @@ def test_it_needs_one_policy(actor, checkpoint):
 def test_without_a_tokenizer_there_are_ids_only(actor):
     sampler = JaxSampler(actor)
     sampler.template = None
-    one = sampler.sample({"input_ids": [8, 9]}, SamplingParams(max_tokens=6, num_samples=4))[
-        0
-    ].sequences[0]
+    prompts = [{"input_ids": [8, 9]}] * len(CHATS)
+    response = sampler.sample(prompts, SamplingParams(max_tokens=6, num_samples=4))
+    one = response[0].sequences[0]
     assert one.decoded is None and one.new_input_feature["input_ids"].tolist()[:2] == [8, 9]
     for wrong in ("12", CHATS[0]):
         with pytest.raises(ValueError, match=r"inputs\[0\] must"):

@@ -119,14 +119,7 @@ def test_rows_that_go_on_leave_the_others_behind_and_caches_grow(sizes, compilat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"fsdp": 8},
-        pytest.param({"data": 2, "fsdp": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("axes", each([{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}]), ids=str)
 def test_eight_devices_exchange_rows_by_themselves(axes, sizes):
     alone, mesh = lengthy(generate), make_mesh(**axes)
     sizes.clear()
@@ -582,7 +575,8 @@ def test_rows_that_are_kept_keep_the_pages_of_their_prompt():
         cache.layers,
     )
     moved = cache._replace(layers=layers, prompt_pages=pages)
-    kept = keep_rows(moved, jnp.array([4, 0, 1]), 12, prompt_pages=3)
+    keep = jax.jit(keep_rows, static_argnums=2, static_argnames="prompt_pages")
+    kept = keep(moved, jnp.array([4, 0, 1]), 12, prompt_pages=3)
     shared, held = kept.prompt_pages, kept.layers["0"].values
     assert shared.prompt.tolist() == [7, 7, -1] and shared.start[:2].tolist() == [16, 0]
     assert members(shared)[:2] == [[0, 2, 3]] * 2

@@ -64,10 +64,7 @@ def _naive(params, config, static, traced, batch, temperature):
     return jax.value_and_grad(loss)(params)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["qwen3", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("qwen3_5_text", "qwen2"))],
-)
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text", "qwen2"]))
 def test_loss_and_gradient_of_each_family(name):
     value, gradient = naive(name, GRPO, BATCH, 0.75)
     ours, (summary,) = accumulate(GRPO, [BATCH], name, temperature=0.75)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.model.families import each
 from tests.training.runs import (
     arrays,
     assert_same_run,
@@ -178,9 +179,7 @@ def test_an_evaluation_may_have_a_reward_of_its_own(folder, tmp_path):
     assert summary["reward_after"] == held_out_metrics["reward"]
 
 
-@pytest.mark.parametrize(
-    "after", [1, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (0, 3))]
-)
+@pytest.mark.parametrize("after", each([1, 0, 3]))
 def test_interrupted_and_resumed_is_uninterrupted(folder, uninterrupted, tmp_path, after):
     _, summary, _ = uninterrupted
     run_config = own_config(folder, tmp_path / "run")

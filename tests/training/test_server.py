@@ -130,9 +130,7 @@ EPISODES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "history", ["append", pytest.param("template", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("history", each(["append", "template"]))
 def test_episodes_of_several_turns(folder, server, tmp_path, history):
     rows = run(folder, server, tmp_path, **EPISODES, rollout__history=history)
     assert all(row["sampling/logp_diff/max"] < EXACT for row in rows)

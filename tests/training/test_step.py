@@ -548,7 +548,7 @@ def test_a_corrected_step_learns_from_the_trainers_ratios():
     drawn = sampled()
     off = jnp.where(drawn.batch.labels != -100, drawn.batch.old_logps - 0.1, 0)
     drawn = with_batch(drawn, old_logps=off)
-    made = recipe(correction="token_truncate", on_mismatch="warn", mini_batches=1)
+    made = recipe(correction="token_truncate", on_mismatch="warn")
     _, metrics = take_step(made, drawn, rate=1e-7)
     assert metrics["sampling/logp_diff/mean"] == pytest.approx(0.1, abs=1e-4)
     assert metrics["approx_kl"] == pytest.approx(0.0, abs=1e-6)
@@ -559,9 +559,8 @@ def test_a_correction_weighs_what_is_learnt():
     drawn = sampled()
     twice = jnp.where(drawn.batch.labels != -100, drawn.batch.old_logps + jnp.log(2.0), 0)
     other = with_batch(drawn, old_logps=twice)
-    norms = []
+    norms, made = [], recipe(correction="token_truncate", on_mismatch="warn")
     for rollout in (drawn, other):
-        made = recipe(correction="token_truncate", on_mismatch="warn", mini_batches=1)
         _, metrics = take_step(made, rollout, rate=0.0)
         norms.append(metrics["grad_norm"])
     assert norms[1] == pytest.approx(norms[0] / 2, rel=1e-4)
@@ -639,8 +638,9 @@ def test_rows_that_mini_batches_cannot_share_equally_are_refused():
 def test_one_token_far_off_does_not_end_a_run():
     """As in bfloat16, where single tokens may differ by a nat and the mean by hundredths."""
     drawn = sampled()
-    made = recipe(mini_batches=1, max_logp_diff=0.2)
-    one = drawn.batch.old_logps.at[1, int(drawn.row_lengths[1]) - 1].add(-1.0)
+    made = recipe(max_logp_diff=0.2)
+    first, *_ = deal_rows(len(drawn.batch.tokens), made.config, (0, 0))  # which are compared
+    one = drawn.batch.old_logps.at[first[1], int(drawn.row_lengths[first[1]]) - 1].add(-1.0)
     drawn = with_batch(drawn, old_logps=one)
     _, metrics = take_step(made, drawn, rate=1e-7)
     assert metrics["sampling/logp_diff/max"] == pytest.approx(1.0, abs=1e-3)

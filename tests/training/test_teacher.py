@@ -1,6 +1,7 @@
 """Distillation: a teacher's log-probabilities are part of the advantage of each token."""
 
 import dataclasses
+import functools
 import json
 import shutil
 
@@ -90,10 +91,14 @@ def drawn(recipe, key=0):
     return collect(recipe, POLICY.params, lambda: prompts, jax.random.key(key))[0]
 
 
+@functools.partial(jax.jit, static_argnames="config")
+def logits_of(params, config, tokens):
+    return output_logits(params, config, hidden_states(params, config, tokens))
+
+
 def expected_logps(teacher, batch, temperature=1.0):
     """Of labels, from all logits at once."""
-    hidden = hidden_states(teacher.weights, teacher.config, batch.tokens)
-    logits = output_logits(teacher.weights, teacher.config, hidden) / temperature
+    logits = logits_of(teacher.weights, teacher.config, batch.tokens) / temperature
     labels = jnp.where(batch.labels == IGNORE, 0, batch.labels)
     return jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
 
@@ -115,17 +120,13 @@ def test_its_gradient_is_that_of_the_divergence_from_the_teacher():
         return jnp.sum(weighted * score_batch(params, batch, POLICY.config).logps[:, -1])
 
     def divergence(params):
-        hidden, judged = (
-            hidden_states(weights, policy.config, prompt[:1])
-            for weights, policy in ((params, POLICY), (TEACHER.params, TEACHER))
-        )
-        ours = jax.nn.log_softmax(output_logits(params, POLICY.config, hidden)[0, -1])
-        theirs = jax.nn.log_softmax(
-            output_logits(TEACHER.params, TEACHER.config, judged)[0, -1].astype(jnp.float32)
+        ours, theirs = (
+            jax.nn.log_softmax(logits_of(weights, config, prompt[:1])[0, -1].astype(jnp.float32))
+            for weights, config in ((params, POLICY.config), (TEACHER.params, TEACHER.config))
         )
         return jnp.sum(jnp.exp(ours) * (ours - theirs))
 
-    got, expected = jax.grad(surrogate)(POLICY.params), jax.grad(divergence)(POLICY.params)
+    got, expected = (jax.jit(jax.grad(f))(POLICY.params) for f in (surrogate, divergence))
     largest = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected))
     assert largest > 1e-3
     for one, other in zip(*map(jax.tree.leaves, (got, expected)), strict=True):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.model.families import config_of, params_of
+from tests.model.families import config_of, each, params_of
 from tests.twinkle.rows import INPUTS, OLD, ROWS, SIDE, assert_same, gradient
 from twinkle_jax.model import Decoder
 from twinkle_jax.twinkle.model import TransformersModel
@@ -15,9 +15,7 @@ def packed(*features):
     return row | {"position_ids": [t for f in features for t in range(len(f["input_ids"]))]}
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3", pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("name", each(["qwen3", "qwen3_5_text"]))
 def test_scores_are_those_of_the_sequences_alone(name):
     model = TransformersModel(Decoder(config_of(name), params_of(name)))
     everything = {"return_entropy": True, "return_logits": True}

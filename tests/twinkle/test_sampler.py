@@ -92,7 +92,7 @@ def test_a_template_reads_the_tokenizer_of_the_checkpoint(checkpoint, tmp_path):
     model = TransformersModel(model_id=place, tokenizer_id=tmp_path / "tokenizer")
     model.set_template("Template")
     assert model.template.tokenizer.decode(model.template.tokenizer.encode("zx")) == "zx"
-    (response,) = sampler.sample("12", GREEDY, return_encoded=True)
+    response, *_ = sampler.sample(["12"] * len(PROMPTS), GREEDY, return_encoded=True)
     assert response.sequences[0].decoded is not None
 
 

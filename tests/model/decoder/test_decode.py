@@ -105,9 +105,10 @@ def dense_first(kinds):
 
 
 @pytest.mark.parametrize("kinds", each(["full", "sliding", "linear"], 1, pytest.mark.slow))
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
-def test_dense_layers_before_those_with_experts(stacked, kinds):
+@pytest.mark.parametrize("laid", each(["stacked", "layer by layer"], mark=pytest.mark.slow))
+def test_dense_layers_before_those_with_experts(laid, kinds):
     """By `prefill`, `decode_step` and `extend`; experts are recorded, and 0 in dense layers."""
+    stacked = laid == "stacked"
     config, params = dense_first(kinds)
     rows = [p + g for p, g in zip(PROMPTS, GOES_ON, strict=True)]
     numbers = [np.full((len(row), config.layers, config.experts.chosen), -1) for row in rows]
@@ -140,9 +141,10 @@ def test_dense_layers_before_those_with_experts(stacked, kinds):
 @pytest.mark.parametrize(
     "kinds", each(["sliding apart", "full", "sliding", "linear"], 1, pytest.mark.slow)
 )
-@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "layer by layer"])
-def test_dense_layers_before_those_with_experts_in_pages(stacked, kinds):
+@pytest.mark.parametrize("laid", each(["stacked", "layer by layer"], mark=pytest.mark.slow))
+def test_dense_layers_before_those_with_experts_in_pages(laid, kinds):
     """The first row begins with two tokens that fill a page; sliding layers may have their own."""
+    stacked = laid == "stacked"
     config, params = dense_first(kinds.split()[0])
     window_pages = 12 if "apart" in kinds else None
     rows = [PROMPTS[0][:4], GOES_ON[1]]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from tests.model.families import assert_close, config_of, params_of
+from tests.model.families import assert_close, config_of, each, params_of
 from tests.model.reference import reference_delta_rule
 from twinkle_jax.model.decoder.delta_net import (
     DeltaInputs,
@@ -89,9 +89,7 @@ def test_steps_equal_the_recurrence():
     assert_close(state, last, 5e-6)
 
 
-@pytest.mark.parametrize(
-    "chunk", [4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (3, 64))]
-)
+@pytest.mark.parametrize("chunk", each([4, 3, 64]))
 def test_segments_start_from_an_empty_state(chunk):
     inputs = draw(11, batch=1)
     segments = np.array([[3, 3, 3, 3, 1, 1, 2, 2, 2, 2, 2]])

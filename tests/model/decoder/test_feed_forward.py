@@ -90,6 +90,7 @@ def test_gradients_are_those_of_all_experts(add_up):
 def test_experts_in_64_bits():
     """Indices of blocks are of one type, where Python's integers have 64 bits."""
 
+    @jax.jit
     @jax.value_and_grad
     def total(params):
         return jnp.sum(jnp.sin(hidden(params, CONFIG, jnp.array([[5, 6, 7]]))))

@@ -45,8 +45,9 @@ from twinkle_jax.model.decoder.forward import (
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [16, 17, 18, 19, 20]]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", each(NAMES, 4, pytest.mark.slow))
 def test_equals_the_float64_reference(name):
+    """By default those that further tests compare with; transformers' logits are of all."""
     tokens, mask = batch(ROWS, 9, "left")  # on the right: the same bits, below
     params = params_of(name)
     logits = output_logits(params, config_of(name), hidden(params, config_of(name), tokens, mask))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import config_of, params_of
+from tests.model.families import config_of, each, params_of
 from twinkle_jax.model.decoder import attention
 from twinkle_jax.model.decoder.cache import PromptPages
 from twinkle_jax.model.decoder.gpu_kernels import attend_to_pages, pages_of_rows
@@ -143,15 +143,7 @@ def test_pages_are_listed_row_by_row():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma2",
-        pytest.param("gpt_oss", marks=pytest.mark.exhaustive),
-        pytest.param("qwen2", marks=pytest.mark.exhaustive),
-        pytest.param("gemma3_text", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize("name", each(["gemma2", "gpt_oss", "qwen2", "gemma3_text"]))
 def test_completions_are_those_without_the_kernel(name, monkeypatch):
     """The same tokens through pages of 16, which XLA and the interpreted kernels attend to."""
     config, params = config_of(name), params_of(name)

@@ -68,11 +68,14 @@ DEEP = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def compiled_as_users_do():
-    """What is tested here are the compiler's fusions."""
+    """What most tests here are about are the compiler's fusions."""
     with optimised():
         yield
+
+
+with_fusions = pytest.mark.usefixtures("compiled_as_users_do")
 
 
 def sharp(name):
@@ -111,6 +114,7 @@ def transformers_difference(config, params, tokens, folder):
 
 
 @pytest.mark.slow
+@with_fusions
 @pytest.mark.parametrize("name", each(["qwen3", *(x for x in ALL if x != "qwen3")]))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_the_trainer_scores_what_the_sampler_drew(name, tmp_path):
@@ -136,6 +140,7 @@ def test_the_trainer_scores_what_the_sampler_drew(name, tmp_path):
 
 
 @pytest.mark.slow
+@with_fusions
 @pytest.mark.parametrize("name", each(["qwen3", *(x for x in ALL if x != "qwen3")]))
 def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
     config, params = sharp(name)
@@ -170,6 +175,7 @@ def test_scores_do_not_depend_on_the_batch_nor_on_gradients(name):
 
 
 @pytest.mark.slow
+@with_fusions
 def test_a_rounding_is_kept_between_float32_and_float32():
     x = jax.random.normal(jax.random.key(0), (64, 32))
     expected = np.asarray(x.astype(jnp.bfloat16), np.float32)
@@ -183,6 +189,7 @@ def test_a_rounding_is_kept_between_float32_and_float32():
 
 
 @pytest.mark.slow
+@with_fusions
 def test_products_and_their_derivatives_are_those_of_bfloat16():
     x, y = (jax.random.normal(jax.random.key(i), (8, 8), jnp.bfloat16) for i in (1, 2))
 
