@@ -153,6 +153,14 @@ def test_devices_share_the_examples():
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
 
 
+def test_evaluations_may_have_fewer_examples_than_updates_have_mini_batches():
+    results = evaluation.evaluate_examples(
+        learning(mini_batches=4), POLICY.template, POLICY.params, EXAMPLES[:3]
+    )
+    expected = float(cross_entropy(POLICY.params, EXAMPLES[:3]))
+    assert results == {"cross_entropy": pytest.approx(expected, rel=1e-5)}
+
+
 def test_memory_is_that_of_updates_alone():
     """Nothing is sampled, so no slots are chosen."""
     recipe, notes = learning(), []
