@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.data.chats import chatml_tokenizer
 from tests.training import small_run
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
@@ -392,6 +393,14 @@ def test_examples_without_tokens_to_learn_are_refused():
     template = Template(small_tokenizer("0123456789+="), chat_template=silent)
     with pytest.raises(ValueError, match=r"^evaluation\.path must have .* example 1$"):
         check_examples(template, EXAMPLES[:1], longest=64, argument="evaluation.path")
+
+
+def test_an_example_that_the_chat_template_refuses_is_named():
+    """Here one with an earlier thought, which the template leaves out."""
+    template = Template(chatml_tokenizer())
+    thoughtful = conversation("2+2=", "<think>5</think>4", "3+3=", "6")
+    with pytest.raises(ValueError, match=r"^example 3 of examples must suit .* messages\[1\] must"):
+        check_examples(template, [*EXAMPLES[:2], thoughtful], longest=64, argument="examples")
 
 
 def test_files_of_examples_are_named_by_their_options(files):
