@@ -17,6 +17,7 @@ from twinkle_jax.command import main
 from twinkle_jax.data import IGNORE, PromptBatch, Template, small_tokenizer
 from twinkle_jax.model import hidden_states, make_mesh, output_logits
 from twinkle_jax.model.decoder.sharding import place_params
+from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.training import (
     EvaluationConfig,
     LoggingConfig,
@@ -211,7 +212,7 @@ def config(files, directory, **changes):
         "update": UpdateConfig(micro_batch_tokens=64),
         "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
         "evaluation": EvaluationConfig(every=3, path=str(files / "others.jsonl")),
-        "logging": LoggingConfig(checkpoint_every=3, samples_every=1),
+        "logging": LoggingConfig(checkpoint_every=3),
     }
     return TrainConfig(**(settings | changes))
 
@@ -261,6 +262,16 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files, capsys):
     assert "cross_entropy_before is not known" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"^examples "):
         train(config(files, "parts", steps=8, resume="auto", examples=str(files / "others.jsonl")))
+
+
+def test_a_run_whose_evaluation_is_not_finite_ends(files):
+    """Otherwise its summary would have NaN, which JSON has not."""
+    huge = OptimizerConfig(name="sgd", learning_rate=1e30, warmup_steps=0, max_grad_norm=1e9)
+    broken = config(files, "broken", steps=1, optimizer=huge)
+    with pytest.raises(LogitsError, match=r"^after step 1, the policy's logits .*learning_rate"):
+        train(broken)
+    row = json.loads((files / "broken" / "metrics.jsonl").read_text())
+    assert row["cross_entropy"] > 0 and not (files / "broken" / "policy").exists()
 
 
 def test_files_are_looked_for_where_the_run_was_started(files, monkeypatch):
