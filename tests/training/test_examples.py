@@ -33,6 +33,7 @@ from twinkle_jax.training import (
     load_policy,
     make_recipe,
     small_policy,
+    start,
     train,
     train_step,
 )
@@ -272,6 +273,16 @@ def test_a_run_whose_evaluation_is_not_finite_ends(files):
         train(broken)
     row = json.loads((files / "broken" / "metrics.jsonl").read_text())
     assert row["cross_entropy"] > 0 and not (files / "broken" / "policy").exists()
+
+
+def test_a_checkpoint_without_a_fingerprint_of_what_was_evaluated(files, capsys, monkeypatch):
+    """Older ones have the result alone, which stays known."""
+    monkeypatch.setattr(start, "prompts_fingerprint", lambda prompts: None)
+    before = train(config(files, "older", steps=1))["cross_entropy_before"]
+    monkeypatch.undo()
+    after = train(config(files, "older", steps=2, resume="auto"))
+    assert after["cross_entropy_before"] == before
+    assert "is not known" not in capsys.readouterr().out
 
 
 def test_files_are_looked_for_where_the_run_was_started(files, monkeypatch):

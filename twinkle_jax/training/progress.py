@@ -65,6 +65,11 @@ class Totals:
     unwritten: str | None = None
     held_out: str | None = None
 
+    @property
+    def evaluated(self) -> bool:
+        """Whether the policy before the first step has been evaluated."""
+        return any(getattr(self, f"{name}_before") is not None for name in MEASURED)
+
 
 class Progress(NamedTuple):
     """The state of a run after a step: with the reference policy, all that the next step needs.

@@ -188,7 +188,7 @@ def begin(
         display.note(f"resuming after step {progress.step} of {source}")
         for option in changed_code(source, code_hashes(config)):
             display.note(f"warning: the file of {option} has changed since that step")
-        if task.held_out and progress.totals.held_out is None:
+        if task.held_out and not progress.totals.evaluated:
             progress = _judge_before(progress, recipe, task, policy, engine, display)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
