@@ -418,11 +418,14 @@ def test_examples_without_tokens_to_learn_are_refused():
 
 
 def test_an_example_that_the_chat_template_refuses_is_named():
-    """Here one with an earlier thought, which the template leaves out."""
+    """One with an earlier thought, which the template leaves out; and one with a set, no JSON."""
     template = Template(chatml_tokenizer())
     thoughtful = conversation("2+2=", "<think>5</think>4", "3+3=", "6")
-    with pytest.raises(ValueError, match=r"^example 3 of examples must suit .* messages\[1\] must"):
-        check_examples(template, [*EXAMPLES[:2], thoughtful], longest=64, argument="examples")
+    odd = conversation("2+2=", "4")
+    odd["messages"][0]["tags"] = {1}
+    for refused, problem in ((thoughtful, "messages.1. must be"), (odd, "JSON's types")):
+        with pytest.raises(ValueError, match=rf"^example 3 of examples must suit .* {problem}"):
+            check_examples(template, [*EXAMPLES[:2], refused], longest=64, argument="examples")
 
 
 def test_files_of_examples_are_named_by_their_options(files):

@@ -78,7 +78,7 @@ def check_examples(
         part = examples[start : start + _ENCODED_AT_ONCE]
         try:
             rows = _encode(template, part)
-        except ValueError:
+        except (TypeError, ValueError):
             for number, example in enumerate(part, start + 1):
                 _check_example(template, example, f"example {number} of {argument}")
             raise
@@ -99,7 +99,7 @@ def check_examples(
 def _check_example(template: Template, example: Trajectory, called: str) -> None:
     try:
         _encode(template, [example])
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"{called} must suit the chat template: {error}") from error
 
 

@@ -48,11 +48,12 @@ class Totals:
         seconds: total time of the steps.
         accuracy_before: held-out accuracy before the first step; None if it was not measured.
         reward_before: mean held-out reward then; None as well.
-        cross_entropy_before: of held-out examples then; None as well.
-        held_out: fingerprint of the problems that these three are of; None if none was measured.
         metrics_offset: length of metrics.jsonl, in bytes, up to and with the last line that belongs
             to these steps.
         unwritten: metrics of the last step as JSON, while their line waits for an evaluation.
+        held_out: fingerprint of the problems that were evaluated before the first step; None if
+            none were.
+        cross_entropy_before: of held-out examples then; None if it was not measured.
     """
 
     num_tokens: int = 0
@@ -60,10 +61,10 @@ class Totals:
     seconds: float = 0.0
     accuracy_before: float | None = None
     reward_before: float | None = None
-    cross_entropy_before: float | None = None
     metrics_offset: int = 0
     unwritten: str | None = None
     held_out: str | None = None
+    cross_entropy_before: float | None = None
 
     @property
     def evaluated(self) -> bool:
