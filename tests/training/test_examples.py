@@ -174,6 +174,13 @@ def test_memory_is_that_of_updates_alone():
     assert [note.split()[0] for note in notes] == ["update.recompute", "update.micro_batch_tokens"]
 
 
+def test_what_makes_updates_fit_is_named():
+    recipe = learning()
+    state = begin_training(POLICY.params, recipe.optimizer, None)
+    with pytest.raises(ValueError, match=r"^update\.micro.* a smaller max_episode_tokens takes"):
+        fit(recipe, state, 1, lambda note: None)
+
+
 @pytest.mark.slow
 def test_evaluations_take_the_prompts_of_the_task_and_not_the_examples():
     recipe = learning()
