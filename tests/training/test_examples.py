@@ -292,6 +292,13 @@ def test_a_checkpoint_without_a_fingerprint_of_what_was_evaluated(files, capsys,
     assert "is not known" not in capsys.readouterr().out
 
 
+def test_fewer_examples_than_a_step_learns_from(files, capsys):
+    first = (files / "examples.jsonl").read_text().splitlines()[:3]
+    (files / "few.jsonl").write_text("\n".join(first))
+    train(config(files, "few", examples=str(files / "few.jsonl"), steps=0))
+    assert "3 examples: a step passes over them 2.67 times" in capsys.readouterr().out
+
+
 def test_files_are_looked_for_where_the_run_was_started(files, monkeypatch):
     monkeypatch.chdir(files)
     train(config(files, "here", examples="examples.jsonl", steps=1))
