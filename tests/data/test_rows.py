@@ -224,10 +224,11 @@ def test_tools_in_parquet_files_have_their_own_parameters_alone(tmp_path):
     turns = [*turns, {"role": "tool", "content": "[]"}]
     tools, path = [tool("find", "query"), tool("weather", "city")], tmp_path / "a.parquet"
     others = {"a": {"n": 1, "m": None}, "b": [{"n": 1}, {"m": 2}]}
-    write_rows([{"prompt": turns, "tools": tools, "bad": {"messages": turns}, **others}], path)
+    columns = {"prompt": turns, "completion": turns, "tools": tools, "bad": {"messages": turns}}
+    write_rows([{**columns, **others}], path)
     (row,) = read_rows(path)
     assert row["tools"] == tools
-    for messages in (row["prompt"], row["bad"]["messages"]):
+    for messages in (row["prompt"], row["completion"], row["bad"]["messages"]):
         assert [x["content"] for x in messages] == ["?", None, "[]"]
         assert [x["tool_calls"] for x in messages] == [None, calls, None]
     assert row["a"] == others["a"] and row["b"] == [{"n": 1, "m": None}, {"n": None, "m": 2}]

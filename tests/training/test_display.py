@@ -231,6 +231,7 @@ USUAL = {
         (USUAL | {"loss": 1e-9}, ["zero loss"]),
         (USUAL | {"loss": -1e-9}, ["zero loss"]),
         (USUAL | {"loss": 0.0, "grad_norm": 0.0}, []),
+        ({"loss": 1e-9, "cross_entropy": 1e-9, "grad_norm": 0.5}, []),  # examples known by heart
         (USUAL | {"loss": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}, ["flat"]),
         (USUAL | {"frac_reward_zero_std": 1.0, "kl": 0.1}, ["flat"]),  # whose gradient it is
         (USUAL | {"frac_reward_zero_std": 1.0, "kl": 0.1, "teacher/kl": 0.2}, []),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.data.chats import chatml_tokenizer
 from tests.training import small_run
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
@@ -16,6 +17,7 @@ from twinkle_jax.command import main
 from twinkle_jax.data import IGNORE, PromptBatch, Template, small_tokenizer
 from twinkle_jax.model import hidden_states, make_mesh, output_logits
 from twinkle_jax.model.decoder.sharding import place_params
+from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.training import (
     EvaluationConfig,
     LoggingConfig,
@@ -31,6 +33,7 @@ from twinkle_jax.training import (
     load_policy,
     make_recipe,
     small_policy,
+    start,
     train,
     train_step,
 )
@@ -153,6 +156,14 @@ def test_devices_share_the_examples():
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
 
 
+def test_evaluations_may_have_fewer_examples_than_updates_have_mini_batches():
+    results = evaluation.evaluate_examples(
+        learning(mini_batches=4), POLICY.template, POLICY.params, EXAMPLES[:3]
+    )
+    expected = float(cross_entropy(POLICY.params, EXAMPLES[:3]))
+    assert results == {"cross_entropy": pytest.approx(expected, rel=1e-5)}
+
+
 def test_memory_is_that_of_updates_alone():
     """Nothing is sampled, so no slots are chosen."""
     recipe, notes = learning(), []
@@ -161,6 +172,13 @@ def test_memory_is_that_of_updates_alone():
     chosen = fit(recipe, state, needed, notes.append)
     assert chosen.update.micro_batch_tokens == 64 and chosen.rollout == recipe.config.rollout
     assert [note.split()[0] for note in notes] == ["update.recompute", "update.micro_batch_tokens"]
+
+
+def test_what_makes_updates_fit_is_named():
+    recipe = learning()
+    state = begin_training(POLICY.params, recipe.optimizer, None)
+    with pytest.raises(ValueError, match=r"^update\.micro.* a smaller max_episode_tokens takes"):
+        fit(recipe, state, 1, lambda note: None)
 
 
 @pytest.mark.slow
@@ -202,7 +220,7 @@ def config(files, directory, **changes):
         "update": UpdateConfig(micro_batch_tokens=64),
         "optimizer": OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
         "evaluation": EvaluationConfig(every=3, path=str(files / "others.jsonl")),
-        "logging": LoggingConfig(checkpoint_every=3, samples_every=1),
+        "logging": LoggingConfig(checkpoint_every=3),
     }
     return TrainConfig(**(settings | changes))
 
@@ -252,6 +270,33 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files, capsys):
     assert "cross_entropy_before is not known" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"^examples "):
         train(config(files, "parts", steps=8, resume="auto", examples=str(files / "others.jsonl")))
+
+
+def test_a_run_whose_evaluation_is_not_finite_ends(files):
+    """Otherwise its summary would have NaN, which JSON has not."""
+    huge = OptimizerConfig(name="sgd", learning_rate=1e30, warmup_steps=0, max_grad_norm=1e9)
+    broken = config(files, "broken", steps=1, optimizer=huge)
+    with pytest.raises(LogitsError, match=r"^after step 1, the policy's logits .*learning_rate"):
+        train(broken)
+    row = json.loads((files / "broken" / "metrics.jsonl").read_text())
+    assert row["cross_entropy"] > 0 and not (files / "broken" / "policy").exists()
+
+
+def test_a_checkpoint_without_a_fingerprint_of_what_was_evaluated(files, capsys, monkeypatch):
+    """Older ones have the result alone, which stays known."""
+    monkeypatch.setattr(start, "prompts_fingerprint", lambda prompts: None)
+    before = train(config(files, "older", steps=1))["cross_entropy_before"]
+    monkeypatch.undo()
+    after = train(config(files, "older", steps=2, resume="auto"))
+    assert after["cross_entropy_before"] == before
+    assert "is not known" not in capsys.readouterr().out
+
+
+def test_fewer_examples_than_a_step_learns_from(files, capsys):
+    first = (files / "examples.jsonl").read_text().splitlines()[:3]
+    (files / "few.jsonl").write_text("\n".join(first))
+    train(config(files, "few", examples=str(files / "few.jsonl"), steps=0))
+    assert "3 examples: a step passes over them 2.67 times" in capsys.readouterr().out
 
 
 def test_files_are_looked_for_where_the_run_was_started(files, monkeypatch):
@@ -384,6 +429,17 @@ def test_examples_without_tokens_to_learn_are_refused():
     template = Template(small_tokenizer("0123456789+="), chat_template=silent)
     with pytest.raises(ValueError, match=r"^evaluation\.path must have .* example 1$"):
         check_examples(template, EXAMPLES[:1], longest=64, argument="evaluation.path")
+
+
+def test_an_example_that_the_chat_template_refuses_is_named():
+    """One with an earlier thought, which the template leaves out; and one with a set, no JSON."""
+    template = Template(chatml_tokenizer())
+    thoughtful = conversation("2+2=", "<think>5</think>4", "3+3=", "6")
+    odd = conversation("2+2=", "4")
+    odd["messages"][0]["tags"] = {1}
+    for refused, problem in ((thoughtful, "messages.1. must be"), (odd, "JSON's types")):
+        with pytest.raises(ValueError, match=rf"^example 3 of examples must suit .* {problem}"):
+            check_examples(template, [*EXAMPLES[:2], refused], longest=64, argument="examples")
 
 
 def test_files_of_examples_are_named_by_their_options(files):

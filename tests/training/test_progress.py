@@ -41,7 +41,7 @@ class Loader:
 
 def test_a_checkpoint_gives_progress_back(tmp_path):
     checkpoints, config = RunCheckpoints(tmp_path), TrainConfig()
-    totals = Totals(7, 1, 2.5, 0.5, 0.25, 123, '{"kl": NaN}')
+    totals = Totals(7, 1, 2.5, 0.5, 0.25, 123, '{"kl": NaN}', cross_entropy_before=1.5)
     progress = Progress({"x": jnp.arange(3.0)}, jax.random.key(4), 2, totals, {"position": 9})
     save(checkpoints, progress, None, config)
     facts = json.loads((checkpoints.path(2) / "facts.json").read_text())
@@ -60,7 +60,7 @@ def test_a_checkpoint_gives_progress_back(tmp_path):
     for changes in ({"problems": 9}, {"path": "b.jsonl"}, {"reward": "math"}):
         judged = TrainConfig(evaluation=EvaluationConfig(**changes))
         restored, _ = restore(checkpoints, fresh, None, judged, loader)
-        unknown = {"accuracy_before": None, "reward_before": None}
+        unknown = {"accuracy_before": None, "reward_before": None, "cross_entropy_before": None}
         assert restored.totals == dataclasses.replace(totals, **unknown), changes
     assert restored.state["x"].tolist() == [0, 1, 2]
 

@@ -339,6 +339,11 @@ def _check_messages(where: str, messages: list[Any], *, calls: bool = False) -> 
         role = message.get("role") if isinstance(message, dict) else None
         has_text = role in _ROLES and isinstance(message.get("content"), str)
         if calls and role == "assistant" and message.get("tool_calls"):
+            called = message["tool_calls"]
+            if not isinstance(called, list) or not all(isinstance(x, dict) for x in called):
+                raise ValueError(
+                    f"{where} must have tool_calls that are lists of objects, got {called!r:.80}"
+                )
             has_text |= message.get("content") is None
         if not has_text:
             raise ValueError(
@@ -366,7 +371,7 @@ def _read_conversation(where: str, record: dict[str, Any]) -> list[Message]:
     if not all(isinstance(part, list) and part for part in parts):
         raise ValueError(
             f"{where} must have 'messages', a 'prompt' and a 'completion', or a 'question' and an "
-            f"'answer', got {_keys(record)}"
+            f"'answer', which are texts or lists of messages, got {_keys(record)}"
         )
     for part in parts:
         _check_messages(where, part, calls=True)

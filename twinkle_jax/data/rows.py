@@ -356,7 +356,7 @@ def parquet_row(row: Row) -> Row:
     for name, value in row.items():
         if name == "tools":
             tidied[name] = _without_none(value)
-        elif name in ("messages", "prompt") and isinstance(value, list):
+        elif name in ("messages", "prompt", "completion") and isinstance(value, list):
             tidied[name] = [
                 {key: _without_none(x) for key, x in message.items()}
                 if isinstance(message, dict)

@@ -104,7 +104,8 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
     """
     explanations = {}
     gradient = metrics.get("grad_norm", 0)
-    taught = "teacher/kl" in metrics  # of which there is a signal in each token
+    # With a teacher or examples there is a signal in each token.
+    taught = "teacher/kl" in metrics or "cross_entropy" in metrics
     flat = metrics.get("frac_reward_zero_std", 0) >= 1 and not taught
     if flat and (gradient == 0 or "kl" in metrics):
         reward = metrics.get("reward")

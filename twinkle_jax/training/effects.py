@@ -7,7 +7,7 @@ from typing import NamedTuple
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss import CISPOLoss, DPPOLoss, SAPOLoss, VESPOLoss
 from twinkle_jax.training.by_name import make_estimator
-from twinkle_jax.training.config import TrainConfig, flat, make_loss
+from twinkle_jax.training.config import TrainConfig, automatic_logp_diff, flat, make_loss
 from twinkle_jax.training.task import has_held_out
 
 
@@ -142,12 +142,27 @@ _CONDITIONS = (
         "rollout.num_samples rollout.temperature update.advantage_options update.scale "
         "update.loss update.loss_options update.epsilon update.epsilon_high update.kl_beta "
         "update.mask_truncated update.dynamic_sampling update.correction update.correction_cap "
-        "update.replay_routing update.on_mismatch update.max_outside_band",
+        "update.replay_routing update.on_mismatch update.max_logp_diff update.max_outside_band",
+    ),
+    _Condition(
+        "completions that are sampled, without examples",
+        lambda config: config.examples is None or config.logging.samples_every == 0,
+        "logging.samples_every",
     ),
     _Condition(
         "completions that are sampled, without examples",
         lambda config: config.examples is None or config.update.advantage in ("grpo", "maxrl"),
         "update.advantage",
+    ),
+    _Condition(
+        "evaluation.path, since with examples a task is only evaluated",
+        lambda config: (
+            config.examples is None
+            or config.task == "examples"
+            or config.evaluation.path is not None
+            or has_held_out(config.task)
+        ),
+        "task",
     ),
     _Condition(
         "a task whose problems are completed, such as gsm8k",
@@ -171,6 +186,8 @@ def check_effects(config: TrainConfig) -> None:
     settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
     automatic = dataclasses.replace(config.rollout, max_episode_tokens=AUTO).resolved()
     defaults["rollout.max_episode_tokens"] = automatic.max_episode_tokens
+    limit = automatic_logp_diff(config.dtype, overlap=config.server.overlap)
+    defaults["update.max_logp_diff"] = limit
     for condition in _CONDITIONS:
         for name in condition.names.split():
             if settings[name] != defaults[name] and not condition.holds(config):

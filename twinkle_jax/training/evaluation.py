@@ -26,6 +26,7 @@ from twinkle_jax.rollout import (
     check_failures,
     hosts,
 )
+from twinkle_jax.rollout.engine import LogitsError
 from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.training.config import TrainConfig
@@ -159,7 +160,11 @@ def evaluate_examples(
     *,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """Compute the mean of -log p over the tokens of the assistant, in nats: `cross_entropy`."""
+    """Compute the mean of -log p over the tokens of the assistant, in nats: `cross_entropy`.
+
+    Raises:
+        LogitsError: if it is not finite.
+    """
     multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
     total, tokens = 0.0, 0
     for start in range(0, len(examples), BATCH):
@@ -169,6 +174,11 @@ def evaluate_examples(
         batch = on_all_devices(batch, recipe.mesh)
         scores = score(recipe, params, batch, lengths)
         total -= float(hosts.read_if_spread(_sum_of_logps(scores.logps, batch.labels)))
+        if not math.isfinite(total):
+            raise LogitsError(
+                "the policy's logits must be finite, got NaN or infinity for held-out examples: "
+                "its parameters or activations are too large, or not numbers"
+            )
     return {"cross_entropy": total / tokens}
 
 

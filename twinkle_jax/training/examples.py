@@ -69,13 +69,19 @@ def example_rows(
 def check_examples(
     template: Template, examples: Sequence[Trajectory], *, longest: int, argument: str
 ) -> None:
-    """Refuse examples that are too long or have nothing to learn, before the first step.
+    """Refuse examples that the template cannot write, that are too long or have nothing to learn.
 
     Raises:
         ValueError: for the first of them, by its number and the option that names the file.
     """
     for start in range(0, len(examples), _ENCODED_AT_ONCE):
-        rows = _encode(template, examples[start : start + _ENCODED_AT_ONCE])
+        part = examples[start : start + _ENCODED_AT_ONCE]
+        try:
+            rows = _encode(template, part)
+        except (TypeError, ValueError):
+            for number, example in enumerate(part, start + 1):
+                _check_example(template, example, f"example {number} of {argument}")
+            raise
         for number, row in enumerate(rows, start + 1):
             length = len(row["input_ids"])
             if length > longest:
@@ -88,6 +94,13 @@ def check_examples(
                     f"{argument} must have examples with tokens of the assistant, got none in "
                     f"example {number}"
                 )
+
+
+def _check_example(template: Template, example: Trajectory, called: str) -> None:
+    try:
+        _encode(template, [example])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{called} must suit the chat template: {error}") from error
 
 
 def _encode(template: Template, examples: Sequence[Trajectory]) -> list[Any]:

@@ -290,9 +290,11 @@ def _choose(
         note(f"{name} {'all' if value is None else value}: takes {takes}")
         return chosen
     here = config.teacher.model is not None and config.teacher.url is None
+    learns = config.examples is not None and name.startswith("update.")
+    lengths = "max_episode_tokens" if learns else "max_new_tokens or max_prompt_tokens"
     raise ValueError(
-        f"{name}: the smallest takes {takes}; a smaller max_new_tokens or max_prompt_tokens takes "
-        "less, and in training more devices (mesh.fsdp) or adapters (lora.rank)"
+        f"{name}: the smallest takes {takes}; a smaller {lengths} takes less, and in training more "
+        "devices (mesh.fsdp) or adapters (lora.rank)"
         + (", or a teacher on a server (teacher.url)" if here else "")
     )
 

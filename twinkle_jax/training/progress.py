@@ -49,8 +49,13 @@ class Totals:
     reward_before: float | None = None
     metrics_offset: int = 0  # bytes of metrics.jsonl, up to the last line of these steps
     unwritten: str | None = None  # metrics of the last step, whose line waits for an evaluation
-    held_out: str | None = None  # fingerprint of the problems that were measured before
+    held_out: str | None = None  # fingerprint of the problems that were evaluated before
     cross_entropy_before: float | None = None
+
+    @property
+    def evaluated(self) -> bool:
+        """Whether the policy before the first step has been evaluated."""
+        return any(getattr(self, f"{name}_before") is not None for name in MEASURED)
 
 
 class Progress(NamedTuple):

@@ -128,8 +128,11 @@ def begin(
             display.note(f"checking the lengths of {len(task.train):,} {kind}")
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
     if config.examples is not None:
-        count, steps = len(task.train), -(-len(task.train) // config.rollout.prompts)
-        display.note(f"{count:,} examples: a pass over them takes {steps:,} steps")
+        count, at_once = len(task.train), config.rollout.prompts
+        steps = f"a pass over them takes {-(-count // at_once):,} steps"
+        if count <= at_once:
+            steps = f"a step passes over them {at_once / count:.3g} times"
+        display.note(f"{count:,} examples: {steps}")
     engine = make_engine(config, policy, mesh, note=display.note)
     if source is None:
         _check_server(config, engine)
@@ -172,7 +175,7 @@ def begin(
         display.note(f"resuming after step {progress.step} of {source}")
         for option in changed_code(source, code_hashes(config)):
             display.note(f"warning: the file of {option} has changed since that step")
-    if task.held_out and progress.totals.held_out is None:
+    if task.held_out and not progress.totals.evaluated:
         progress = _judge_first(progress, recipe, task, policy, engine, display)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:

@@ -515,7 +515,8 @@ def score(
 
     all_rows = np.arange(len(batch.tokens), dtype=np.int32)
     scores = []
-    for rows in np.array_split(all_rows, recipe.config.update.mini_batches):
+    groups = min(recipe.config.update.mini_batches, len(all_rows))  # an evaluation may have fewer
+    for rows in np.array_split(all_rows, groups):
         parts = (
             score_batch(
                 params,
