@@ -206,6 +206,8 @@ def test_forms_of_examples(tmp_path):
         ({"prompt": "a", "answer": "b"}, "'completion'"),
         ({"question": "a", "answer": 4}, "'answer', which are texts"),
         ({"prompt": "a", "completion": []}, "'completion'"),
+        ({"prompt": "a", "completion": ""}, "'completion'"),
+        ({"prompt": "", "completion": "a"}, "'prompt'"),
         ({"messages": [{"role": "me", "content": "a"}]}, "messages with a role"),
         ({"messages": [{"role": "user", "content": None, "tool_calls": [1]}]}, "content"),
         ({"messages": [{"role": "assistant", "content": None}]}, "content"),

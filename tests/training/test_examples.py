@@ -111,7 +111,9 @@ def test_examples_have_settings_of_their_own():
     config = TrainConfig(model="m", examples="x.jsonl")
     assert (config.task, config.update.mini_batches, config.group_size) == ("examples", 1, 1)
     assert config.optimizer.learning_rate == 1e-5
-    assert config.longest_row == config.rollout.max_episode_tokens
+    longer = RolloutConfig(max_new_tokens=2048)  # in evaluations
+    longer = TrainConfig(model="m", examples="x.jsonl", task="gsm8k", rollout=longer)
+    assert config.longest_row == longer.longest_row == 4096
     sampled = TrainConfig(model="m")
     assert (sampled.update.mini_batches, sampled.optimizer.learning_rate) == (4, 1e-6)
 

@@ -363,9 +363,9 @@ def _read_conversation(where: str, record: dict[str, Any]) -> list[Message]:
         if all(record.get(name) is None for name in names):
             names = ("question", "answer")
         prompt, completion = (record.get(name) for name in names)
-        if isinstance(prompt, str):
+        if prompt and isinstance(prompt, str):
             prompt = [Message(role="user", content=prompt)]
-        if isinstance(completion, str):
+        if completion and isinstance(completion, str):
             completion = [Message(role="assistant", content=completion)]
         parts = [prompt, completion]
     if not all(isinstance(part, list) and part for part in parts):

@@ -57,8 +57,9 @@ class RolloutConfig(Filters, _BeforeFilters):
         repetition_penalty: what logits of tokens that occurred before are divided by (multiplied,
             if negative); 1 for none.
         max_turns: the most turns of an episode, with an environment or tools.
-        max_episode_tokens: the most tokens of an episode, all turns and observations together;
-            auto: max_prompt_tokens and max_turns times max_new_tokens.
+        max_episode_tokens: the most tokens of an episode, all turns and observations together, or
+            of an example; auto: max_prompt_tokens and max_turns times max_new_tokens, or 4,096 with
+            examples.
         history: how the policy reads earlier turns. append keeps them as they were sampled;
             template renders them anew, so that an episode may take several rows.
         cohorts: parts of the episodes; while the environments of one part run, turns of the next

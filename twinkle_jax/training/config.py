@@ -259,6 +259,7 @@ class DistributedConfig:
     connect_timeout: int = at_least(1, default=50)
 
 
+_LONGEST_EXAMPLE = 4096  # tokens, by default
 MEASURED = ("accuracy", "reward", "cross_entropy")
 """What evaluations measure: of problems the first two, of examples the last."""
 
@@ -380,7 +381,10 @@ class TrainConfig:
     logging: LoggingConfig = field(default_factory=LoggingConfig, metadata=MAY_CHANGE)
 
     def __post_init__(self) -> None:
-        rollout = self.rollout.resolved(max_new_tokens=8 if self.model is None else 512)
+        rollout = self.rollout
+        if self.examples is not None and rollout.max_episode_tokens is AUTO:
+            rollout = dataclasses.replace(rollout, max_episode_tokens=_LONGEST_EXAMPLE)
+        rollout = rollout.resolved(max_new_tokens=8 if self.model is None else 512)
         object.__setattr__(self, "rollout", rollout)
         for name, value in _automatic(self).items():
             part, _, setting = name.rpartition(".")
