@@ -183,14 +183,16 @@ def test_forms_of_examples(tmp_path):
         {"prompt": [user], "completion": "b"},
         {"question": "a", "answer": "b", "prompt": None, "completion": None},
         {"messages": [user, call, result, turn], "tools": [tool]},
+        {"prompt": [user, turn, user], "completion": "b"},
     )
     once = [user, turn]
     examples = read_examples(path)
     assert [example["messages"] for example in examples] == [
-        once, [*once, *once], once, once, once, once, [user, call, result, turn]
+        once, [*once, *once], once, once, once, once, [user, call, result, turn],
+        [user, {**turn, "weight": 0}, *once],
     ]  # fmt: skip
-    assert [example["user_data"] for example in examples] == [[]] * 7
-    assert [example.get("tools") for example in examples] == [None] * 6 + [[tool]]
+    assert [example["user_data"] for example in examples] == [[]] * 8
+    assert [example.get("tools") for example in examples] == [None] * 6 + [[tool], None]
     system = {"role": "system", "content": "s"}
     assert read_examples(path, system="s")[0]["messages"] == [system, *once]
 
@@ -215,7 +217,6 @@ def test_forms_of_examples(tmp_path):
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [1]}]}, "tool_calls"),
         ({"messages": [{"role": "user", "content": "a"}]}, "end with the assistant"),
         ({"prompt": "a", "completion": [{"role": "user", "content": "b"}]}, "end with the assist"),
-        ({"prompt": [{"role": "assistant", "content": "b"}], "completion": "c"}, "'prompt'"),
         ({"messages": [{"role": "user", "content": "a"}], "completion": "b"}, "got both"),
     ],
 )

@@ -181,6 +181,28 @@ def test_labels_are_refused_where_the_template_rewrites_earlier_turns():
     template.encode(_turns("Why?", "<think>5</think>5", "And?"), add_generation_prompt=True)
 
 
+def test_turns_with_a_weight_of_0_have_no_labels():
+    """Nor need they be rendered in the same way whatever follows."""
+    template = Template(chatml_tokenizer())
+    conversation = _turns("Why?", "<think>5</think>5", "And?", "6")
+    conversation["messages"][1]["weight"] = 0
+    feature = template.encode(conversation)
+    prompt = template.encode(_turns("Why?", "5", "And?"), add_generation_prompt=True)
+    before = len(prompt["input_ids"])
+    assert feature["input_ids"].tolist()[:before] == prompt["input_ids"].tolist()
+    learned = [*template.tokenizer.encode("6"), template.tokenizer.eos_token_id]
+    assert _labelled(feature) == learned
+    both = _turns("Why?", "5", "And?", "6")
+    both["messages"][1]["weight"], both["messages"][3]["weight"] = None, 1
+    assert _labelled(template.encode(both)) == _labelled(
+        template.encode(_turns("Why?", "5", "And?", "6"))
+    )
+    for weight in (0.5, "0"):
+        conversation["messages"][1]["weight"] = weight
+        with pytest.raises(ValueError, match=r"^messages\[1\] must have a weight of 0 or 1"):
+            template.encode(conversation)
+
+
 def test_a_last_answer_with_an_end_of_its_own_is_encoded_alone():
     """As GPT-OSS has it, whose last answer ends with a token of its own."""
     source = (

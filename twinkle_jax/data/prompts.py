@@ -126,7 +126,8 @@ def read_jsonl(
 def read_examples(path: str | Path, *, system: str | None = None) -> list[Trajectory]:
     r"""Read conversations to learn from, from a file with one JSON object a line.
 
-    A line has one of these forms. Each turn of the assistant is learned:
+    A line has one of these forms. Each turn of the assistant is learned, but for those with a
+    `"weight"` of 0, as OpenAI's format has it, and those in `"prompt"`:
 
     - `{"messages": [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]}`
     - `{"prompt": "2+2=", "completion": "4"}`, or each a list of messages, as TRL has them
@@ -375,11 +376,11 @@ def _read_conversation(where: str, record: dict[str, Any]) -> list[Message]:
         )
     for part in parts:
         _check_messages(where, part, calls=True)
-    if len(parts) == 2 and any(message["role"] == "assistant" for message in parts[0]):
-        raise ValueError(
-            f"{where} must have no turn of the assistant in 'prompt', since it would be learned, "
-            "too: put the conversation into 'messages'"
-        )
+    if len(parts) == 2:
+        parts[0] = [
+            {**message, "weight": 0} if message["role"] == "assistant" else message
+            for message in parts[0]
+        ]
     messages: list[Message] = [message for part in parts for message in part]
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"{where} must end with the assistant's turn, got {messages[-1]!r:.80}")

@@ -115,15 +115,16 @@ class Template:
             trajectory: with `messages`, and optionally `tools` and `user_data`. Tools may be the
                 JSON text of a list, as in data sets for TRL; other text is not shown.
             add_generation_prompt: True ends with the start of an assistant turn, without labels;
-                False labels the assistant's turns, including the tokens that end them.
+                False labels the assistant's turns, including the tokens that end them, but for
+                messages with a `weight` of 0, as OpenAI's format has it.
 
         Returns:
             `input_ids` and `labels`, with the keys of the trajectory.
 
         Raises:
-            ValueError: if a message has no role, or parts that are not text; if the template
-                refuses the conversation; or if that is too long and the strategy is `'raise'`,
-                `'delete'` or `'split'`.
+            ValueError: if a message has no role, another `weight`, or parts that are not text; if
+                the template refuses the conversation; or if that is too long and the strategy is
+                `'raise'`, `'delete'` or `'split'`.
             TypeError: if the trajectory is not a dictionary.
         """
         features = self.batch_encode([trajectory], add_generation_prompt)
@@ -498,7 +499,7 @@ class Template:
             tools = trajectory.get("tools")
             conversations.append(self._variables(messages, tools, prompt))
             for i, message in enumerate(messages):
-                if message["role"] == "assistant" and not prompt:
+                if _is_learned(message) and not prompt:
                     # Texts that end before and after its words.
                     conversations.append(self._variables(messages[:i], tools, True))
                     conversations.append(self._variables(messages[: i + 1], tools, False))
@@ -507,7 +508,7 @@ class Template:
         for messages in hidden:
             text, spans = next(texts), []
             for i, message in enumerate(messages):
-                if message["role"] == "assistant" and not prompt:
+                if _is_learned(message) and not prompt:
                     spans.append(self._span(i, text, next(texts), next(texts)))
             rendered.append((self._control.encode(text), spans))
         return rendered
@@ -517,8 +518,9 @@ class Template:
         if not (until.startswith(before) and text.startswith(until)):
             raise ValueError(
                 f"messages[{index}] must be rendered in the same way whatever follows it, and "
-                "after the generation prompt, which this chat_template does not: encode turns "
-                "separately, or add sampled tokens by concat_input_feature"
+                "after the generation prompt, which this chat_template does not: give it a weight "
+                "of 0, which has no labels, encode turns separately, or add sampled tokens by "
+                "concat_input_feature"
             )
         trimmed = until.rstrip()  # white space after a special token is the template's
         ends = self._control.ends_with_special(trimmed)
@@ -585,6 +587,12 @@ def _check_messages(messages: Sequence[Any]) -> None:
         role = message.get("role") if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not _ROLE.fullmatch(role):
             raise ValueError(f"messages[{i}] must have a role, a word, got {message!r}")
+        if message.get("weight") not in (None, 0, 1):
+            raise ValueError(f"messages[{i}] must have a weight of 0 or 1, got {message!r:.80}")
+
+
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def _without_channels(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -49,13 +49,15 @@ class Tool(TypedDict, total=False):
 class Message(TypedDict, total=False):
     """One turn of a conversation.
 
-    `content` is a string, or a list of parts such as `{'type': 'text', 'text': '…'}`.
+    `content` is a string, or a list of parts such as `{'type': 'text', 'text': '…'}`. A `weight` of
+    0 leaves a turn of the assistant out of what is learned.
     """
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | list[dict[str, str]]
     tool_calls: list[ToolCall]
     reasoning_content: str
+    weight: Literal[0, 1]
 
 
 class Trajectory(TypedDict, total=False):
