@@ -137,7 +137,7 @@ _CONDITIONS = (
         "update.advantage",
     ),
     _Condition(
-        "completions that are sampled, without examples",
+        "sampled completions, which examples replace",
         lambda config: config.examples is None,
         "rollout.num_samples rollout.temperature update.advantage_options update.scale "
         "update.loss update.loss_options update.epsilon update.epsilon_high update.kl_beta "
@@ -145,12 +145,12 @@ _CONDITIONS = (
         "update.replay_routing update.on_mismatch update.max_logp_diff update.max_outside_band",
     ),
     _Condition(
-        "completions that are sampled, without examples",
+        "sampled completions, which examples replace",
         lambda config: config.examples is None or config.logging.samples_every == 0,
         "logging.samples_every",
     ),
     _Condition(
-        "completions that are sampled, without examples",
+        "sampled completions, which examples replace",
         lambda config: config.examples is None or config.update.advantage in ("grpo", "maxrl"),
         "update.advantage",
     ),
