@@ -15,6 +15,7 @@ from tests.training.options import config_of
 from tests.training.test_hosts import assert_same_metrics
 from twinkle_jax.command import main
 from twinkle_jax.data import IGNORE, PromptBatch, Template, small_tokenizer
+from twinkle_jax.data.batch import pad_rows
 from twinkle_jax.model import hidden_states, make_mesh, output_logits
 from twinkle_jax.model.decoder.sharding import place_params
 from twinkle_jax.rollout.engine import LogitsError
@@ -82,22 +83,20 @@ def learnt(recipe, examples=EXAMPLES, params=POLICY.params):
 
 
 def cross_entropy(params, examples=EXAMPLES, policy=POLICY):
-    """From all logits of each row by itself: tokens of the assistant's turns, and their ends."""
-    total, count = 0.0, 0
-    for example in examples:
-        row = policy.template.encode(example)
-        tokens, labels = (jnp.asarray(row[name])[None] for name in ("input_ids", "labels"))
-        logits = output_logits(params, policy.config, hidden_states(params, policy.config, tokens))
-        kept = labels[0] != IGNORE
-        rows = jax.nn.log_softmax(logits[0])[jnp.flatnonzero(kept)]
-        total -= jnp.sum(jnp.take_along_axis(rows, labels[0][kept][:, None], axis=1))
-        count += int(kept.sum())
-    return total / count
+    """From all logits: of tokens of the assistant's turns, and their ends."""
+    rows = policy.template.batch_encode(examples)
+    tokens = pad_rows([row["input_ids"] for row in rows], 0)
+    labels = pad_rows([row["labels"] for row in rows], IGNORE)
+    logits = output_logits(params, policy.config, hidden_states(params, policy.config, tokens))
+    kept = labels != IGNORE
+    logps = jax.nn.log_softmax(logits)
+    taken = jnp.take_along_axis(logps, np.where(kept, labels, 0)[..., None], axis=-1)[..., 0]
+    return -jnp.sum(jnp.where(kept, taken, 0)) / float(kept.sum())
 
 
 def test_a_step_descends_the_cross_entropy_of_all_tokens_of_the_assistant():
     """Rows of different lengths are packed, and cut into micro-batches of a few."""
-    value, gradient = jax.value_and_grad(cross_entropy)(POLICY.params)
+    value, gradient = jax.jit(jax.value_and_grad(cross_entropy))(POLICY.params)
     state, metrics = learnt(learning(micro_batch_tokens=64))
     assert metrics["loss"] == metrics["cross_entropy"] == pytest.approx(float(value), rel=1e-5)
     moved = jax.tree.map(lambda old, new: old - new, POLICY.params, state.params)
@@ -158,6 +157,7 @@ def test_devices_share_the_examples():
         np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluations_may_have_fewer_examples_than_updates_have_mini_batches():
     results = evaluation.evaluate_examples(
         learning(mini_batches=4), POLICY.template, POLICY.params, EXAMPLES[:3]
@@ -166,6 +166,7 @@ def test_evaluations_may_have_fewer_examples_than_updates_have_mini_batches():
     assert results == {"cross_entropy": pytest.approx(expected, rel=1e-5)}
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_updates_alone():
     """Nothing is sampled, so no slots are chosen."""
     recipe, notes = learning(), []
@@ -274,6 +275,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files, capsys):
         train(config(files, "parts", steps=8, resume="auto", examples=str(files / "others.jsonl")))
 
 
+@pytest.mark.slow
 def test_a_run_whose_evaluation_is_not_finite_ends(files):
     """Otherwise its summary would have NaN, which JSON has not."""
     huge = OptimizerConfig(name="sgd", learning_rate=1e30, warmup_steps=0, max_grad_norm=1e9)
@@ -284,6 +286,7 @@ def test_a_run_whose_evaluation_is_not_finite_ends(files):
     assert row["cross_entropy"] > 0 and not (files / "broken" / "policy").exists()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_a_fingerprint_of_what_was_evaluated(files, capsys, monkeypatch):
     """Older ones have the result alone, which stays known."""
     monkeypatch.setattr(start, "prompts_fingerprint", lambda prompts: None)
