@@ -277,7 +277,7 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files, capsys):
 
 @pytest.mark.slow
 def test_a_run_whose_evaluation_is_not_finite_ends(files):
-    """Otherwise its summary would have NaN, which JSON has not."""
+    """Otherwise its summary would hold NaN, which is no JSON."""
     huge = OptimizerConfig(name="sgd", learning_rate=1e30, warmup_steps=0, max_grad_norm=1e9)
     broken = config(files, "broken", steps=1, optimizer=huge)
     with pytest.raises(LogitsError, match=r"^after step 1, the policy's logits .*learning_rate"):
