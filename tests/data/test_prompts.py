@@ -16,6 +16,7 @@ from twinkle_jax.data import (
     read_examples,
     read_gsm8k,
     read_jsonl,
+    read_preferences,
 )
 from twinkle_jax.reward import ExactMatchReward
 
@@ -224,6 +225,74 @@ def test_a_bad_example_is_named(record, name, tmp_path):
     path = _write(tmp_path / "data.jsonl", {"prompt": "a", "completion": "b"}, "", record)
     with pytest.raises(ValueError, match=rf"data.jsonl, line 3: record 2 .*{name}"):
         read_examples(path)
+
+
+def test_forms_of_pairs(tmp_path):
+    """Of messages that both answers begin with, and of a prompt, none is learned."""
+    user, chosen, rejected = (
+        {"role": role, "content": text}
+        for role, text in (("user", "a"), ("assistant", "b"), ("assistant", "c"))
+    )
+    system, more = {"role": "system", "content": "s"}, {"role": "user", "content": "d"}
+    tool = {"type": "function", "function": {"name": "f"}}
+    unlearned = {**chosen, "weight": 0}
+    path = _write(
+        tmp_path / "data.jsonl",
+        {"prompt": "a", "chosen": "b", "rejected": "c", "score": 1},
+        {"prompt": [user], "chosen": [chosen], "rejected": [rejected], "tools": [tool]},
+        {"chosen": [user, chosen], "rejected": [user, rejected]},
+        {"prompt": "a", "chosen": [user, chosen], "rejected": [user, rejected]},
+        {"prompt": [user], "chosen": [user, chosen], "rejected": [user, rejected]},
+        {"prompt": "a", "chosen": [system, user, chosen], "rejected": [system, user, rejected]},
+        {"prompt": [user, chosen, user], "chosen": "b", "rejected": "c"},
+        {"prompt": "a", "chosen": [chosen, more, chosen], "rejected": [chosen, more, rejected]},
+        {"chosen": [user, chosen, user, chosen], "rejected": [user, chosen, more, chosen]},
+        {"prompt": "a", "chosen": "b", "rejected": "b"},
+        {"chosen": [user, chosen], "rejected": [user, chosen]},
+    )
+    pairs = read_preferences(path)
+    found = [(pair["messages"], dict(pair["user_data"])["rejected"]) for pair in pairs]
+    once = ([user, chosen], [user, rejected])
+    assert found == [
+        once, once, once, once, once, ([system, user, chosen], [system, user, rejected]),
+        ([user, unlearned, user, chosen], [user, unlearned, user, rejected]),
+        ([user, chosen, more, chosen], [user, chosen, more, rejected]),
+        ([user, unlearned, user, chosen], [user, unlearned, more, chosen]),
+        (once[0], once[0]), (once[0], once[0]),
+    ]  # fmt: skip
+    assert [pair.get("tools") for pair in pairs] == [None, [tool]] + [None] * 9
+    pair = read_preferences(path, system="s")[0]
+    assert pair["messages"][0] == dict(pair["user_data"])["rejected"][0] == system
+
+
+_TURN = {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        ({"prompt": "a", "chosen": "b"}, "'rejected' answer"),
+        ({"prompt": "a", "rejected": "b"}, "'chosen'"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "'rejected' answer"),
+        ({"chosen": "b", "rejected": "c"}, "a 'prompt'"),
+        ({"prompt": "", "chosen": "b", "rejected": "c"}, "a 'prompt'"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "a 'prompt'"),
+        ({"prompt": "a", "chosen": [{"role": "me"}], "rejected": "c"}, "messages with a role"),
+        ({"prompt": "a", "chosen": [_TURN], "rejected": [{"role": "user", "content": "b"}]}, "end"),
+        (
+            {
+                "prompt": "other",
+                "chosen": [{"role": "user", "content": "a"}, _TURN],
+                "rejected": [{"role": "user", "content": "a"}, {**_TURN, "content": "c"}],
+            },
+            "begin with the 'prompt'",
+        ),
+    ],
+)
+def test_a_bad_pair_is_named(record, name, tmp_path):
+    path = _write(tmp_path / "data.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"}, record)
+    with pytest.raises(ValueError, match=rf"data.jsonl, line 2: record 2 .*{name}"):
+        read_preferences(path)
 
 
 def test_files_without_answers(tmp_path):

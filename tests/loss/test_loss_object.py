@@ -1,5 +1,6 @@
 """Loss objects: their interface and names, labels and outputs that they read, sample values."""
 
+import dataclasses
 import functools
 
 import jax
@@ -108,14 +109,15 @@ def test_unknown_arguments_are_refused_with_a_hint(name):
     "name",
     [
         name
-        if name in ("cross_entropy", "dpo", "ppo_value")
+        if name in ("cpo", "cross_entropy", "dpo", "ppo_value")
         else pytest.param(name, marks=pytest.mark.exhaustive)
         for name in TARGET_LOSSES
-        if name not in ("cpo", "orpo")  # whose cross entropy is of each micro-batch
     ],
 )
 def test_micro_batches_add_up(name):
     loss_fn, of, arguments = TARGET_LOSSES[name]
+    if name in ("cpo", "orpo"):  # whose cross entropy is of each micro-batch otherwise
+        loss_fn = dataclasses.replace(loss_fn, tokens_per_pair=float(MASK[::2].sum() / 2))
     value, gradient = value_and_gradient(loss_fn, of, **arguments)
     count = 2 if loss_fn.divides_by == "pairs" else MASK.sum()
     parts = []
@@ -485,7 +487,8 @@ OUTPUTS = {"logps": BATCH.logprobs}
 
 
 def test_every_loss_has_a_name():
-    classes = {name for name in losses.__all__ if name.endswith("Loss")} - {"Loss", "PolicyLoss"}
+    bases = {"Loss", "PolicyLoss", "PreferenceLoss"}
+    classes = {name for name in losses.__all__ if name.endswith("Loss")} - bases
     assert {type(get_loss(name)).__name__ for name in LOSSES} == classes
     assert all(type(get_loss(name)).__name__ == name for name in classes)
 

@@ -63,7 +63,7 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"environment": "x.py:X", "teacher.model": "t", "update.discount": 0.9},
     {**LEARNS, "rollout.num_samples": 4},
     {**LEARNS, "rollout.temperature": 0.7},
-    {**LEARNS, "update.loss": "gspo"},
+    {**LEARNS, "update.loss": "dpo", "update.epsilon": 0.1},
     {**LEARNS, "update.epsilon": 0.1},
     {**LEARNS, "update.kl_beta": 0.1},
     {**LEARNS, "update.advantage": "rloo"},

@@ -432,7 +432,7 @@ def test_examples_without_tokens_to_learn_are_refused():
         "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     )
     template = Template(small_tokenizer("0123456789+="), chat_template=silent)
-    with pytest.raises(ValueError, match=r"^evaluation\.path must have .* example 1$"):
+    with pytest.raises(ValueError, match=r"^example 1 of evaluation\.path must have "):
         check_examples(template, EXAMPLES[:1], longest=64, argument="evaluation.path")
 
 

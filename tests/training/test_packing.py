@@ -84,6 +84,35 @@ def test_a_data_set_is_dealt_in_seconds():
 
 
 @given(
+    st.lists(st.integers(1, 90), min_size=2, max_size=40).map(lambda x: x[: len(x) // 2 * 2]),
+    st.integers(1, 4),
+    st.integers(1, 400),
+    st.booleans(),
+)
+def test_rows_of_a_pair_share_a_micro_batch(lengths, shards, tokens, several):
+    """In one line, or in two lines of a micro-batch that is no larger than it has to be."""
+    lengths = np.asarray(lengths, np.int32)
+    together = {"tokens": tokens, "shards": shards, "several": several, "together": 2}
+    seen, rows_of_lines = np.zeros(len(lengths), int), []
+    for members, packing in plan(lengths, int(lengths.max()), **together):
+        np.testing.assert_array_equal(members[::2], members[1::2])
+        seen += members
+        lines, width = packing.sources.shape
+        for row in np.flatnonzero(members):
+            places = packing.places[row, : lengths[row]]
+            assert len(set(places // width)) == 1
+        assert (packing.sources >= 0).sum() == lengths[members].sum()
+        assert lines % shards == 0
+        smallest = width if several else 2 * width
+        assert lines * width <= max(tokens, smallest) * shards
+        for line in packing.sources:
+            rows_of_lines.append(len(set(line[line >= 0] // int(lengths.max()))))
+    assert (seen == 1).all()
+    if not several:
+        assert max(rows_of_lines) == 1
+
+
+@given(
     st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(1, 4), st.integers(1, 400)
 )
 def test_each_token_has_one_place_of_its_own(lengths, shards, tokens):

@@ -10,6 +10,7 @@ from twinkle_jax.data.prompts import (
     read_examples,
     read_gsm8k,
     read_jsonl,
+    read_preferences,
 )
 from twinkle_jax.data.rows import (
     Columns,
@@ -115,6 +116,7 @@ __all__ = [
     "read_examples",
     "read_gsm8k",
     "read_jsonl",
+    "read_preferences",
     "read_rows",
     "small_tokenizer",
     "user_data_get",

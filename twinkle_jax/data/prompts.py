@@ -164,6 +164,49 @@ def read_examples(path: str | Path, *, system: str | None = None) -> list[Trajec
     return trajectories
 
 
+def read_preferences(path: str | Path, *, system: str | None = None) -> list[Trajectory]:
+    r"""Read pairs of a chosen and a rejected answer, from a file with one JSON object a line.
+
+    A line has one of these forms. Messages of the answers are compared, not those of the prompt:
+
+    - `{"prompt": "2+2=", "chosen": "4", "rejected": "5"}`, or each a list of messages
+    - `{"chosen": [...], "rejected": [...]}`, two conversations, whose first messages are the same:
+      those are the prompt, which a column `prompt` may repeat
+
+    A column `tools` is passed to the chat template, as by
+    [`read_jsonl`][twinkle_jax.data.read_jsonl]; other columns are not read.
+
+    Args:
+        path: the file; or a `.parquet` file with such columns.
+        system: a system message for conversations that begin with none; None adds none.
+
+    Returns:
+        A trajectory for each record, which ends with the chosen answer; `'rejected'` in its
+        `user_data` is the conversation that ends with the rejected one.
+
+    Raises:
+        ValueError: for a line that is not such a record, named by its number, or no lines at all.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> path = pathlib.Path(tempfile.mkdtemp(), "sums.jsonl")
+        >>> _ = path.write_text('{"prompt": "2+2=", "chosen": "4", "rejected": "5"}\n')
+        >>> read_preferences(path)[0]["user_data"][0][1][-1]
+        {'role': 'assistant', 'content': '5'}
+    """
+    trajectories = []
+    for where, record in _records(path):
+        chosen, rejected = (
+            _trajectory(messages, None, [], system)["messages"]
+            for messages in _read_pair(where, record)
+        )
+        trajectory = Trajectory(messages=chosen, user_data=[("rejected", rejected)])
+        if tools := _read_tools(record.get("tools")):
+            trajectory["tools"] = tools
+        trajectories.append(trajectory)
+    return trajectories
+
+
 def read_gsm8k(
     path: str | Path, *, system: str | None = None, instruction: str = ""
 ) -> list[Trajectory]:
@@ -373,18 +416,60 @@ def _read_conversation(where: str, record: dict[str, Any]) -> list[Message]:
         raise ValueError(
             f"{where} must have 'messages', a 'prompt' and a 'completion', or a 'question' and an "
             f"'answer', which are texts or lists of messages, got {_keys(record)}"
+            + (": --update.loss dpo learns from pairs" if "rejected" in record else "")
         )
     for part in parts:
         _check_messages(where, part, calls=True)
     if len(parts) == 2:
-        parts[0] = [
-            {**message, "weight": 0} if message["role"] == "assistant" else message
-            for message in parts[0]
-        ]
+        parts[0] = _not_learned(parts[0])
     messages: list[Message] = [message for part in parts for message in part]
     if messages[-1]["role"] != "assistant":
         raise ValueError(f"{where} must end with the assistant's turn, got {messages[-1]!r:.80}")
     return messages
+
+
+def _not_learned(prompt: list[Any]) -> list[Any]:
+    return [{**x, "weight": 0} if x["role"] == "assistant" else x for x in prompt]
+
+
+def _read_pair(where: str, record: dict[str, Any]) -> tuple[list[Message], list[Message]]:
+    """Return two conversations: with the chosen and with the rejected answer."""
+    text, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
+    prompt: Any = text
+    if text and isinstance(text, str):
+        prompt = [Message(role="user", content=text)]
+    answers: list[Any] = [
+        [Message(role="assistant", content=x)] if x and isinstance(x, str) else x
+        for x in (chosen, rejected)
+    ]
+    for part in answers if prompt is None else [prompt, *answers]:
+        if not isinstance(part, list) or not part:
+            raise ValueError(
+                f"{where} must have a 'chosen' and a 'rejected' answer, and a 'prompt' unless both "
+                f"begin with it, which are texts or lists of messages, got {_keys(record)}"
+            )
+        _check_messages(where, part, calls=True)
+    shared = 0
+    while shared < min(map(len, answers)) - 1 and answers[0][shared] == answers[1][shared]:
+        shared += 1
+    beginning = answers[0][:shared]
+    repeated = prompt is None or beginning[: len(prompt)] == prompt
+    if isinstance(text, str) and beginning and beginning[0]["role"] != "assistant":
+        repeated = text in [message["content"] for message in beginning]  # after the system's
+        if not repeated:
+            raise ValueError(
+                f"{where} must have conversations that begin with the 'prompt', or answers to it, "
+                f"got {_keys(record)}"
+            )
+    if repeated:
+        prompt, answers = beginning, [answer[shared:] for answer in answers]
+    if not prompt:
+        raise ValueError(f"{where} must have a 'prompt', got {_keys(record)}")
+    for answer in answers:
+        if answer[-1]["role"] != "assistant":
+            raise ValueError(f"{where} must end with the assistant's turn, got {answer[-1]!r:.80}")
+    chosen, rejected = ([*_not_learned(prompt), *answer] for answer in answers)
+    return chosen, rejected
 
 
 def _read_tools(column: Any) -> list[Tool]:

@@ -61,6 +61,7 @@ from twinkle_jax.loss.policy_losses import (
 )
 from twinkle_jax.loss.policy_metrics import (
     PolicyMetrics,
+    PreferenceMetrics,
     SamplerMismatch,
     policy_metrics,
     sampler_mismatch,
@@ -70,7 +71,7 @@ from twinkle_jax.loss.preference import (
     DPOLoss,
     ORPOLoss,
     PerPair,
-    PreferenceMetrics,
+    PreferenceLoss,
     SimPOLoss,
     bradley_terry_loss,
     cpo_preference,
@@ -143,6 +144,7 @@ __all__ = [
     "PerToken",
     "PolicyLoss",
     "PolicyMetrics",
+    "PreferenceLoss",
     "PreferenceMetrics",
     "SAPOLoss",
     "SampleValues",

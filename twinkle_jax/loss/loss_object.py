@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from twinkle_jax.loss.per_token import Mask, PerToken, floats
-from twinkle_jax.loss.policy_metrics import PolicyMetrics
+from twinkle_jax.loss.policy_metrics import PolicyMetrics, PreferenceMetrics
 
 LossUnit = Literal["tokens", "sequences", "pairs", "batches"]
 """What a loss is a mean over: see `Loss.divides_by`."""
@@ -38,7 +38,7 @@ class LossOutput(Mapping[str, Any]):
     """
 
     loss: Float[Array, ""]
-    metrics: PolicyMetrics | None = None
+    metrics: PolicyMetrics | PreferenceMetrics | None = None
     num_tokens: Float[Array, ""] | None = None
 
     def __getitem__(self, name: str) -> Any:

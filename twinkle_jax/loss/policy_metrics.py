@@ -1,4 +1,4 @@
-"""Metrics of a policy step, and of the sampler against the trainer, all without gradient."""
+"""Metrics of a policy step, of pairs, and of the sampler against the trainer; no gradient."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -38,6 +38,19 @@ class PolicyMetrics(NamedTuple):
     """Smallest importance ratio; 1 if all tokens are masked."""
     ratio_max: Float[Array, ""]
     """Largest importance ratio; 1 if all tokens are masked."""
+
+
+class PreferenceMetrics(NamedTuple):
+    """Implicit rewards of DPO, averaged over pairs."""
+
+    chosen_reward: Float[Array, ""]
+    """Mean reward of the chosen sequences."""
+    rejected_reward: Float[Array, ""]
+    """Mean reward of the rejected ones."""
+    margin: Float[Array, ""]
+    """Mean difference of the two."""
+    accuracy: Float[Array, ""]
+    """Share of pairs whose chosen sequence has the higher reward."""
 
 
 def policy_metrics(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Shaped
 
 from twinkle_jax.loss.loss_object import (
     InvalidLossInputError,
@@ -37,6 +37,7 @@ from twinkle_jax.loss.per_token import (
     one_number,
     token_mean,
 )
+from twinkle_jax.loss.policy_metrics import PreferenceMetrics
 from twinkle_jax.loss.supervised import cross_entropy
 
 PerPair = Float[Array, "*pairs"]
@@ -320,21 +321,12 @@ def bradley_terry_loss(
     return losses + jnp.asarray(center_coefficient, chosen.dtype) * jnp.square(chosen + rejected)
 
 
-class PreferenceMetrics(NamedTuple):
-    """Implicit rewards of DPO, averaged over pairs."""
-
-    chosen_reward: Float[Array, ""]
-    """Mean reward of the chosen sequences."""
-    rejected_reward: Float[Array, ""]
-    """Mean reward of the rejected ones."""
-    margin: Float[Array, ""]
-    """Mean difference of the two."""
-    accuracy: Float[Array, ""]
-    """Share of pairs whose chosen sequence has the higher reward."""
-
-
 def preference_metrics(
-    chosen: PerPair, rejected: PerPair, *, beta: Coefficient = 0.1
+    chosen: PerPair,
+    rejected: PerPair,
+    *,
+    beta: Coefficient = 0.1,
+    where: Bool[Array, "*pairs"] | None = None,
 ) -> PreferenceMetrics:
     r"""Compute how far a policy prefers chosen sequences to rejected ones.
 
@@ -345,13 +337,14 @@ def preference_metrics(
         chosen: $\Delta_w$, log-ratio of the chosen sequence to the reference policy, in nats.
         rejected: $\Delta_l$, that of the rejected one.
         beta: how much a nat of difference counts, above 0.
+        where: True for the pairs that count; all if None.
 
     Returns:
         The metrics, without gradient; all 0 without pairs.
 
     Raises:
         ValueError: if the shapes differ.
-        TypeError: if a log-ratio is not floating point.
+        TypeError: if a log-ratio is not floating point, or `where` not boolean.
 
     References:
         [Direct Preference Optimization](https://arxiv.org/abs/2305.18290) (Rafailov et al., 2023)
@@ -362,10 +355,18 @@ def preference_metrics(
         0.5 0.0 0.5
     """
     chosen, rejected = map(jax.lax.stop_gradient, _checked(chosen, rejected))
-    slope, count = jnp.asarray(beta, chosen.dtype), max(chosen.size, 1)
+    slope = jnp.asarray(beta, chosen.dtype)
+    counted = jnp.ones(chosen.shape, bool) if where is None else jnp.asarray(where)
+    if counted.dtype != jnp.bool_:
+        raise TypeError(f"where must be boolean (True to count a pair), got {counted.dtype}")
+    if counted.shape != chosen.shape:
+        raise ValueError(
+            f"where must have the shape of chosen, {chosen.shape}, got {counted.shape}"
+        )
+    count = jnp.maximum(jnp.sum(counted, dtype=chosen.dtype), 1)
 
     def mean(values: PerPair) -> Float[Array, ""]:
-        return jnp.sum(values, dtype=chosen.dtype) / count
+        return jnp.sum(jnp.where(counted, values.astype(chosen.dtype), 0)) / count
 
     return PreferenceMetrics(
         slope * mean(chosen),
@@ -401,8 +402,27 @@ LOSS_TYPES: dict[str, Callable[..., PerPair]] = {
 }
 
 
+class _Compared(NamedTuple):
+    """The losses of pairs, and what they compare."""
+
+    losses: PerPair
+    chosen: PerPair
+    rejected: PerPair
+    beta: Coefficient  # what these are multiplied by in metrics
+    sft_weight: Coefficient = 0.0  # of the cross entropy of the chosen sequences
+
+
+class PreferenceLoss(Loss):
+    """A loss of pairs; rows alternate between chosen and rejected."""
+
+    divides_by = "pairs"
+
+    ignore_index: int
+    tokens_per_pair: Coefficient | None = None  # a field of losses with a cross entropy
+
+
 @dataclass(frozen=True)
-class DPOLoss(Loss, name="dpo"):
+class DPOLoss(PreferenceLoss, name="dpo"):
     """Loss of DPO and variants, averaged over pairs; rows alternate between chosen and rejected.
 
     Calls `sigmoid_preference`, `hinge_preference`, `ipo_preference` or `kto_pair_preference`.
@@ -415,6 +435,7 @@ class DPOLoss(Loss, name="dpo"):
         loss_type: `'sigmoid'` (DPO), `'hinge'` (SLiC), `'ipo'` or `'kto_pair'`.
         reference_free: ignore the reference policy.
         sft_weight: weight of the cross entropy of the chosen sequences, averaged over their tokens.
+        tokens_per_pair: see `CPOLoss`.
 
     Raises:
         ValueError: if `loss_type` is unknown, or has no label smoothing.
@@ -428,14 +449,13 @@ class DPOLoss(Loss, name="dpo"):
         0.6931472
     """
 
-    divides_by = "pairs"
-
     beta: Coefficient = 0.1
     label_smoothing: float = 0.0
     ignore_index: int = -100
     loss_type: str = "sigmoid"
     reference_free: bool = False
     sft_weight: Coefficient = 0.0
+    tokens_per_pair: Coefficient | None = None
 
     def __post_init__(self) -> None:
         if self.loss_type not in LOSS_TYPES:
@@ -472,11 +492,12 @@ class DPOLoss(Loss, name="dpo"):
             ref_rejected_logps: over each rejected one. Without any of them, the loss is 0 without
                 gradient, unless it is `reference_free`.
             denominator: for gradient accumulation, the pairs in the whole batch. The cross entropy
-                of `sft_weight` is still averaged over the tokens of each micro-batch.
+                of `sft_weight` needs `tokens_per_pair` for it.
             **kwargs: arguments of other losses are ignored, so that losses can be swapped.
 
         Returns:
-            The loss, differentiable in `logps` or `logits`. A pair without labels has a loss of 0.
+            The loss, differentiable in `logps` or `logits`, and its `PreferenceMetrics`. A pair
+            without labels has a loss of 0, and does not count in metrics.
 
         Raises:
             ValueError: if a shape or a row does not fit, rows are not in pairs, or `ref_outputs`
@@ -497,20 +518,18 @@ class DPOLoss(Loss, name="dpo"):
         preference = LOSS_TYPES[self.loss_type]
         if self.loss_type == "sigmoid":
             preference = partial(sigmoid_preference, label_smoothing=self.label_smoothing)
-        losses = preference(*_chosen_and_rejected(sums), beta=self.beta)
-        return _pair_mean(losses, logprobs, labels.mask, self.sft_weight, denominator)
+        ratios = _chosen_and_rejected(sums)
+        losses = preference(*ratios, beta=self.beta)
+        compared = _Compared(losses, *ratios, self.beta, self.sft_weight)
+        return _pair_mean(compared, logprobs, labels.mask, denominator, self.tokens_per_pair)
 
 
-class ReferenceFreeLoss(Loss):
+class ReferenceFreeLoss(PreferenceLoss):
     """A loss of pairs without a reference policy; rows alternate between chosen and rejected."""
 
-    divides_by = "pairs"
-
-    ignore_index: int
-
     @abc.abstractmethod
-    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
-        """Return the loss of each pair, and the weight of the cross entropy of chosen sequences."""
+    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
+        """Compare the rows of each pair."""
 
     def __call__(
         self,
@@ -523,8 +542,8 @@ class ReferenceFreeLoss(Loss):
         """Compute the loss of a batch: see `DPOLoss`."""
         refuse_unknown(kwargs)
         labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
-        losses, sft_weight = self.compare(logprobs, labels.mask)
-        return _pair_mean(losses, logprobs, labels.mask, sft_weight, denominator)
+        compared = self.compare(logprobs, labels.mask)
+        return _pair_mean(compared, logprobs, labels.mask, denominator, self.tokens_per_pair)
 
 
 @dataclass(frozen=True)
@@ -551,12 +570,11 @@ class SimPOLoss(ReferenceFreeLoss, name="simpo"):
     gamma: Coefficient = 0.5
     ignore_index: int = -100
 
-    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
+    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
         """Compare mean log-probabilities."""
-        means = _means(logprobs, mask)
-        pairs = _chosen_and_rejected(means)
-        losses = simpo_preference(*pairs, beta=self.beta, gamma=self.gamma)
-        return losses, 0.0
+        means = _chosen_and_rejected(_means(logprobs, mask))
+        losses = simpo_preference(*means, beta=self.beta, gamma=self.gamma)
+        return _Compared(losses, *means, self.beta)
 
 
 @dataclass(frozen=True)
@@ -570,6 +588,9 @@ class CPOLoss(ReferenceFreeLoss, name="cpo"):
         beta: how much a nat of difference counts, above 0.
         bc_coef: weight of the cross entropy.
         ignore_index: the label that means "no loss here".
+        tokens_per_pair: for gradient accumulation, the labelled tokens of chosen sequences in the
+            whole batch, divided by its pairs; None averages the cross entropy of each call over
+            its own tokens.
 
     References:
         [Contrastive Preference Optimization](https://arxiv.org/abs/2401.08417) (Xu et al., 2024)
@@ -583,11 +604,12 @@ class CPOLoss(ReferenceFreeLoss, name="cpo"):
     beta: Coefficient = 0.1
     bc_coef: Coefficient = 1.0
     ignore_index: int = -100
+    tokens_per_pair: Coefficient | None = None
 
-    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
+    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
         """Compare sums of log-probabilities."""
-        sums = jnp.sum(logprobs, axis=-1)
-        return cpo_preference(*_chosen_and_rejected(sums), beta=self.beta), self.bc_coef
+        sums = _chosen_and_rejected(jnp.sum(logprobs, axis=-1))
+        return _Compared(cpo_preference(*sums, beta=self.beta), *sums, self.beta, self.bc_coef)
 
 
 @dataclass(frozen=True)
@@ -600,6 +622,7 @@ class ORPOLoss(ReferenceFreeLoss, name="orpo"):
     Args:
         lambda_orpo: weight of the odds ratio.
         ignore_index: the label that means "no loss here".
+        tokens_per_pair: see `CPOLoss`.
 
     References:
         [ORPO](https://arxiv.org/abs/2403.07691) (Hong et al., 2024)
@@ -612,12 +635,14 @@ class ORPOLoss(ReferenceFreeLoss, name="orpo"):
 
     lambda_orpo: Coefficient = 0.1
     ignore_index: int = -100
+    tokens_per_pair: Coefficient | None = None
 
-    def compare(self, logprobs: PerToken, mask: Mask) -> tuple[PerPair, Coefficient]:
+    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
         """Compare mean log-probabilities."""
-        means = _means(logprobs, mask)
-        losses = orpo_preference(*_chosen_and_rejected(means))
-        return losses * jnp.asarray(self.lambda_orpo, losses.dtype), 1.0
+        means = _chosen_and_rejected(_means(logprobs, mask))
+        losses = orpo_preference(*means)
+        weight = jnp.asarray(self.lambda_orpo, losses.dtype)
+        return _Compared(weight * losses, *means, self.lambda_orpo, sft_weight=1.0)
 
 
 def _read_pairs(
@@ -646,25 +671,30 @@ def _means(logprobs: PerToken, mask: Mask) -> Float[Array, " batch"]:
 
 
 def _pair_mean(
-    losses: PerPair,
+    compared: _Compared,
     logprobs: PerToken,
     mask: Mask,
-    sft_weight: Coefficient,
     denominator: Coefficient | None,
+    tokens_per_pair: Coefficient | None,
 ) -> LossOutput:
     """Average over pairs, and add the weighted cross entropy of the chosen sequences."""
+    losses, *rewarded, beta, sft_weight = compared
     labelled = jnp.logical_or(*_chosen_and_rejected(jnp.any(mask, axis=-1)))
     total = jnp.sum(jnp.where(labelled, losses, 0))
     count = max(1, len(losses)) if denominator is None else denominator
     if not (isinstance(sft_weight, int | float) and sft_weight == 0):
         (chosen_logprobs, _), (kept, _) = map(_chosen_and_rejected, (logprobs, mask))
-        chosen = token_mean(cross_entropy(chosen_logprobs, kept), kept)
-        # Pairs without labels fill up a micro-batch, and the denominator of the batch leaves them
-        # out: the cross entropy would weigh more with them.
-        pairs = count if denominator is None else jnp.sum(labelled)
-        weight = jnp.asarray(sft_weight, losses.dtype) * jnp.asarray(pairs, losses.dtype)
-        total += weight * chosen
-    return LossOutput(total / one_number("denominator", count, losses.dtype))
+        chosen = cross_entropy(chosen_logprobs, kept)
+        if tokens_per_pair is None:
+            # Pairs without labels fill up a micro-batch, and the denominator of the batch leaves
+            # them out: the cross entropy would weigh more with them.
+            pairs = count if denominator is None else jnp.sum(labelled)
+            sums = token_mean(chosen, kept) * jnp.asarray(pairs, losses.dtype)
+        else:
+            sums = token_mean(chosen, kept, denominator=tokens_per_pair)
+        total += jnp.asarray(sft_weight, losses.dtype) * sums
+    metrics = preference_metrics(*rewarded, beta=beta, where=labelled)
+    return LossOutput(total / one_number("denominator", count, losses.dtype), metrics)
 
 
 def _reference(

@@ -35,9 +35,12 @@ from twinkle_jax.data.settings import (
 from twinkle_jax.loss import (
     LOSSES,
     CISPOLoss,
+    CrossEntropyLoss,
     DPPOLoss,
     ImportanceCorrection,
+    Loss,
     PolicyLoss,
+    PreferenceLoss,
     SAPOLoss,
     VESPOLoss,
 )
@@ -71,9 +74,10 @@ class UpdateConfig:
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
         scale: what advantages are divided by, for estimators that have a scale; auto: group.
         loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, luspo, gmpo, sapo, dppo,
-            vespo or ppo.
+            vespo or ppo; with examples cross_entropy, or of pairs of answers dpo, simpo, cpo or
+            orpo; auto: grpo, or cross_entropy with examples.
         loss_options: hyper-parameters of the loss, such as entropy_coef, dual_clip, tau_neg of
-            sapo, and delta of dppo.
+            sapo, delta of dppo, and beta and label_smoothing of dpo.
         epsilon: how far a ratio may fall below 1.
         epsilon_high: how far a ratio may rise above 1; none: as far as it may fall, or 0.28 for
             dapo.
@@ -116,7 +120,7 @@ class UpdateConfig:
     advantage: str = AUTO
     advantage_options: Options = field(default_factory=dict)
     scale: Literal["group", "batch", "none"] = AUTO
-    loss: str = "grpo"
+    loss: str = AUTO
     loss_options: Options = field(default_factory=dict)
     epsilon: float = at_least(0, default=0.2)
     epsilon_high: float | None = at_least(0, default=None)
@@ -176,7 +180,7 @@ class OptimizerConfig:
         options: arguments of the optimizer, such as b1, b2 and weight_decay; for adamw the defaults
             are Optax's, except b2 0.99 and no weight decay.
         learning_rate: at its peak; auto: 6e-4 for the built-in policy, 1e-6 for a checkpoint, 1e-5
-            with examples.
+            with examples that are no pairs.
         warmup_steps: steps over which the learning rate rises to its peak; auto: 10, or 0 with an
             Optax schedule that rises to a peak itself.
         schedule: of the learning rate: constant, linear or cosine (from the end of the warmup to 0
@@ -260,8 +264,9 @@ class DistributedConfig:
 
 
 _LONGEST_EXAMPLE = 4096  # tokens, by default
-MEASURED = ("accuracy", "reward", "cross_entropy")
-"""What evaluations measure: of problems the first two, of examples the last."""
+MEASURED = ("accuracy", "reward", "cross_entropy", "preference_loss")
+"""What evaluations measure: of problems the first two, of examples or of pairs the last two."""
+_OF_EXAMPLES = (AUTO, "cross_entropy", "CrossEntropyLoss")  # losses; others are of pairs
 
 
 @dataclass(frozen=True)
@@ -316,12 +321,12 @@ class TrainConfig:
             or gymnasium's interface; or openenv:URL of a server.
         tools: FILE.py with functions that the policy may call, or FILE.py:NAME of one or a list.
         examples: a file of conversations to learn from, in place of completions that are sampled
-            and scored (JSON Lines, or .parquet); the task is then only evaluated.
+            and scored (JSON Lines, or .parquet), or of pairs of a chosen and a rejected answer, by
+            update.loss; the task is then only evaluated.
         task: arithmetic (problems made on the spot), gsm8k (from the hub; gsm8k:ID and gsm8k:FILE
             for one in its format), a file of prompts and answers (JSON Lines, or .parquet),
             environment, which gives the prompts itself, or examples, whose evaluation is the
-            cross-entropy of others; auto: environment or examples if there are any, else
-            arithmetic.
+            loss of others; auto: environment or examples if there are any, else arithmetic.
         level: difficulty of the arithmetic task, 1 to 6.
         reward: exact, math, gsm8k, FILE.py:NAME, MODULE:NAME, or the directory or hub id of a
             reward model; may be given several times, then the rewards are added up; none: the
@@ -421,8 +426,18 @@ class TrainConfig:
 
     @property
     def group_size(self) -> int:
-        """Completions or episodes of a prompt; 1 with examples."""
-        return 1 if self.examples is not None else self.rollout.num_samples
+        """Completions or episodes of a prompt; 1 with examples, or 2 with pairs."""
+        return self.rollout.num_samples if self.examples is None else self.rows_together
+
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether examples are pairs of a chosen and a rejected answer."""
+        return self.examples is not None and self.update.loss not in _OF_EXAMPLES
+
+    @property
+    def rows_together(self) -> int:
+        """Rows that must be in one micro-batch: 2 with pairs."""
+        return 2 if self.learns_pairs else 1
 
     @property
     def rows_each(self) -> int:
@@ -436,6 +451,11 @@ class TrainConfig:
         if self.many_turns or self.examples is not None:
             return rollout.max_episode_tokens
         return rollout.max_prompt_tokens + rollout.max_new_tokens
+
+    @property
+    def least_budget(self) -> int:
+        """Tokens that a micro-batch must hold."""
+        return self.rows_together * self.longest_row
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of a step; steps count from 0."""
@@ -456,16 +476,18 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
     maxrl = small and default_estimator and config.environment is None
     task = "arithmetic" if config.environment is None else "environment"
     supervised = config.examples is not None
+    of_checkpoint = 1e-5 if supervised and not config.learns_pairs else 1e-6
     return {
         "dtype": dtype,  # of a checkpoint: when the devices are known
         "task": "examples" if supervised else task,
         "update.advantage": "maxrl" if maxrl else "grpo",
         "update.scale": "group",
+        "update.loss": "cross_entropy" if supervised else "grpo",
         "update.mini_batches": 1 if supervised else 4,
         "update.recompute": "nothing" if small else "auto",
         "mesh.transfers": automatic_transfers(small=small, tensor=config.mesh.tensor),
         "steps": 200 if small else 500,
-        "optimizer.learning_rate": 6e-4 if small else 1e-5 if supervised else 1e-6,
+        "optimizer.learning_rate": 6e-4 if small else of_checkpoint,
         "optimizer.schedule": "linear" if small else "constant",
         "optimizer.warmup_steps": 0 if rises(config.optimizer.schedule) else 10,
         "update.max_logp_diff": automatic_logp_diff(dtype, overlap=config.server.overlap),
@@ -488,7 +510,7 @@ def automatic_transfers(*, small: bool, tensor: int) -> str:
 
 def automatic_budget(config: TrainConfig) -> int:
     """Return the default tokens of a micro-batch, before memory is considered."""
-    return max(16384, config.longest_row)
+    return max(16384, config.least_budget)
 
 
 def with_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig:
@@ -529,18 +551,35 @@ def not_a_section(name: str, value: object, dashes: str = "") -> str:
     )
 
 
-def make_loss(config: TrainConfig) -> PolicyLoss:
+def make_loss(config: TrainConfig) -> Loss:
     """Make the loss of a run from its name and coefficients.
 
     Raises:
-        ValueError: if no policy loss has that name, or it does not have these options.
+        ValueError: if no loss of policies, or of examples, has that name, or it does not have these
+            options.
     """
-    update = config.update
-    kinds = {name: kind for name, kind in LOSSES.items() if issubclass(kind, PolicyLoss)}
+    update, supervised = config.update, config.examples is not None
+    fitting = PreferenceLoss if supervised else PolicyLoss
+    kinds: dict[str, type[Loss]] = {
+        name: kind for name, kind in LOSSES.items() if issubclass(kind, fitting)
+    }
+    if supervised:
+        kinds["cross_entropy"] = CrossEntropyLoss
     kind = (kinds | {kind.__name__: kind for kind in kinds.values()}).get(update.loss)
     if kind is None:
-        known = ", ".join(sorted(kinds))
-        raise ValueError(f"update.loss must be one of {known}, got {update.loss!r}")
+        known, of = ", ".join(sorted(kinds)), " with examples" if supervised else ""
+        raise ValueError(f"update.loss must be one of {known}{of}, got {update.loss!r}")
+    options: dict[str, Any] = {} if supervised else _policy_loss_options(config, kind)
+    with _names("update.loss_options", "update.loss_options"):
+        _check_loss_options(update, kind)
+        loss = kind(**options | update.loss_options)
+        hash(loss)  # it is a static argument
+    return loss
+
+
+def _policy_loss_options(config: TrainConfig, kind: type[Loss]) -> dict[str, Any]:
+    """Collect the coefficients of a policy loss that settings have by name."""
+    update = config.update
     options: dict[str, Any] = {"epsilon": update.epsilon}
     if update.epsilon_high is not None:
         options["epsilon_high"] = update.epsilon_high
@@ -551,26 +590,27 @@ def make_loss(config: TrainConfig) -> PolicyLoss:
     if hasattr(kind, "max_completion_length"):  # what Dr. GRPO divides by
         turns = config.rollout.max_turns if config.many_turns else 1
         options["max_completion_length"] = config.rollout.max_new_tokens * turns
-    with _names("update.loss_options", "update.loss_options"):
-        _check_loss_options(update, kind)
-        loss = kind(**options | update.loss_options)
-        hash(loss)  # it is a static argument
-    return loss
+    return options
 
 
-_SET_BY_NAME = {"epsilon", "epsilon_high", "beta", "correction", "ignore_index"}
+_SET_BY_NAME = {"epsilon", "epsilon_high", "beta", "correction"}
+_NOT_SET = {"ignore_index", "reduction", "tokens_per_pair"}
 _POSITIVE = (
-    "tau_pos", "tau_neg", "k_pos", "k_neg", "lambda_pos", "lambda_neg", "max_completion_length"
+    "tau_pos", "tau_neg", "k_pos", "k_neg", "lambda_pos", "lambda_neg", "max_completion_length",
+    "beta",
 )  # fmt: skip
 
 
-def _check_loss_options(update: UpdateConfig, kind: type[PolicyLoss]) -> None:
+def _check_loss_options(update: UpdateConfig, kind: type[Loss]) -> None:
     """Check names, and the numbers of options that are numbers by default."""
     defaults = {name: x.default for name, x in inspect.signature(kind).parameters.items()}
-    check_options(update.loss, update.loss_options, defaults.keys() - _SET_BY_NAME)
+    elsewhere = _NOT_SET | (_SET_BY_NAME if issubclass(kind, PolicyLoss) else set())
+    check_options(update.loss, update.loss_options, defaults.keys() - elsewhere)
     for name, value in update.loss_options.items():
         if name == "dual_clip" and value is None:
             continue
+        if isinstance(defaults[name], bool) and not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
         least = 0.0 if name in _POSITIVE else -math.inf
         if name == "dual_clip":
             by_default = defaults.get("epsilon_high") or update.epsilon
@@ -578,6 +618,8 @@ def _check_loss_options(update: UpdateConfig, kind: type[PolicyLoss]) -> None:
         elif isinstance(defaults[name], bool) or not isinstance(defaults[name], int | float):
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if name == "label_smoothing" and not (is_number and 0 <= value < 0.5):
+            raise ValueError(f"{name} must be a number, at least 0 and below 0.5, got {value!r}")
         if not is_number or not least < value < math.inf:
             which = "finite" if least == -math.inf else f"above {least:g}"
             raise ValueError(f"{name} must be a number, {which}, got {value!r}")
@@ -765,9 +807,10 @@ def _check_rows(config: TrainConfig) -> None:
     parts = "max_episode_tokens" if by_episodes else "max_prompt_tokens + max_new_tokens"
     for what, number in (("prompts * num_samples", rows), (parts, longest)):
         check_32_bits(f"rollout.{what}", number)
-    if update.micro_batch_tokens < longest:
+    if update.micro_batch_tokens < config.least_budget:
+        held = "a pair of the longest rows, twice" if config.learns_pairs else "the longest row,"
         raise ValueError(
-            f"update.micro_batch_tokens must hold the longest row, rollout.{parts} = {longest}, "
+            f"update.micro_batch_tokens must hold {held} rollout.{parts} = {longest}, "
             f"got {update.micro_batch_tokens}"
         )
     if config.many_turns:

@@ -105,7 +105,7 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
     explanations = {}
     gradient = metrics.get("grad_norm", 0)
     # With a teacher or examples there is a signal in each token.
-    taught = "teacher/kl" in metrics or "cross_entropy" in metrics
+    taught = not {"teacher/kl", "cross_entropy", "preference_loss"}.isdisjoint(metrics)
     flat = metrics.get("frac_reward_zero_std", 0) >= 1 and not taught
     if flat and (gradient == 0 or "kl" in metrics):
         reward = metrics.get("reward")
@@ -138,10 +138,13 @@ _SHOWN = {  # name in metrics.jsonl: what is shown of it
     "kl": "KL {:.2g}",
     "teacher/kl": "teacher KL {:.3f}",
     "cross_entropy": "cross-entropy {:.3f}",
+    "preference_loss": "preference loss {:.3f}",
+    "rewards/accuracies": "preferred {:.2f}",
     "tokens_per_second": "{:,.0f} tok/s",
 }
 
 
+_LOSSES_SHOWN = {"cross_entropy": "cross-entropy", "preference_loss": "preference loss"}
 _COMPLETIONS, _EPISODES = 4, 2  # of one prompt, the most that are shown at once
 _SPEED_OVER = 24 * 3600.0  # seconds, or 1,000 steps, whose speed gives the time left
 
@@ -191,14 +194,15 @@ class Display:
     def held_out(self, when: str, results: Mapping[str, float]) -> None:
         """Show held-out accuracy, and the mean reward if rewards are not all 0 or 1.
 
-        Of examples, show the cross-entropy, in nats a token.
+        Of examples, show the cross-entropy, in nats a token; of pairs, their loss.
         """
         if "accuracy" in results:
             accuracy, reward = results["accuracy"], results.get("reward")
             graded = "" if reward in (None, accuracy) else f", mean reward {reward:.3f}"
             self.note(f"held-out accuracy {when}: {accuracy:.3f}{graded}")
-        if "cross_entropy" in results:
-            self.note(f"held-out cross-entropy {when}: {results['cross_entropy']:.3f}")
+        for name, called in _LOSSES_SHOWN.items():
+            if name in results:
+                self.note(f"held-out {called} {when}: {results[name]:.3f}")
 
     def samples(
         self,
@@ -292,9 +296,10 @@ class Display:
             self.note(f"held-out accuracy {both['accuracy']} {time}")
             if both.get("reward", both["accuracy"]) != both["accuracy"]:
                 self.note(f"held-out mean reward {both['reward']}")
-        elif "cross_entropy" in both:
-            self.note(f"held-out cross-entropy {both['cross_entropy']} {time}")
-        else:
+        losses = [x for x in _LOSSES_SHOWN if x in both]
+        for name in losses:
+            self.note(f"held-out {_LOSSES_SHOWN[name]} {both[name]} {time}")
+        if "accuracy" not in both and not losses:
             self.note(time)
         files = ", metrics.jsonl and curves.png" if summary["steps"] else " and metrics.jsonl"
         self.note(f"the policy{files} are in {Path(directory)}")
@@ -365,6 +370,10 @@ _PANELS = (
     _Panel("held-out accuracy", "eval/accuracy", colour=_ORANGE),
     _Panel("cross-entropy of examples, nats a token", "cross_entropy"),
     _Panel("held-out cross-entropy, nats a token", "eval/cross_entropy", colour=_ORANGE),
+    _Panel("preference loss", "preference_loss"),
+    _Panel("held-out preference loss", "eval/preference_loss", colour=_ORANGE),
+    _Panel("share of pairs whose chosen answer has the higher reward", "rewards/accuracies"),
+    _Panel("implicit reward, chosen minus rejected", "rewards/margins"),
     _Panel(
         "tokens of a completion  (band: shortest to longest)",
         "completions/mean_length",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from twinkle_jax.data import IGNORE, PromptBatch, Trajectory
+from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
 from twinkle_jax.data.template import Template
+from twinkle_jax.loss import Loss, PreferenceMetrics
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
@@ -32,7 +34,7 @@ from twinkle_jax.sampler.sizes import check_count
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.examples import example_rows
 from twinkle_jax.training.policy import Policy
-from twinkle_jax.training.step import Recipe, on_all_devices, score
+from twinkle_jax.training.step import Recipe, on_all_devices, score, with_reference
 from twinkle_jax.training.task import Task
 
 _Rewards = np.ndarray[Any, Any]
@@ -162,31 +164,52 @@ def evaluate_examples(
 ) -> dict[str, float]:
     """Compute the mean of -log p over the tokens of the assistant, in nats: `cross_entropy`.
 
+    Of pairs, compute means of the loss, `preference_loss`, and of the implicit rewards that it
+    compares: `preference_accuracy`, the share of pairs whose chosen answer has the higher one, and
+    `preference_margin`, their difference.
+
     Raises:
-        LogitsError: if it is not finite.
+        LogitsError: if a result is not finite.
     """
     multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
-    total, tokens = 0.0, 0
+    totals: dict[str, float] = {}
+    count, pairs = 0, recipe.config.learns_pairs
     for start in range(0, len(examples), BATCH):
         hosts.together("evaluating", check)
         batch, lengths = example_rows(template, examples[start : start + BATCH], multiple=multiple)
-        tokens += int(np.sum(np.asarray(batch.labels) != IGNORE))
+        count += len(lengths) // 2 if pairs else int(np.sum(np.asarray(batch.labels) != IGNORE))
         batch = on_all_devices(batch, recipe.mesh)
-        scores = score(recipe, params, batch, lengths)
-        total -= float(hosts.read_if_spread(_sum_of_logps(scores.logps, batch.labels)))
-        if not math.isfinite(total):
+        if recipe.reference is not None:
+            batch = with_reference(recipe, batch, lengths)
+        logps = score(recipe, params, batch, lengths).logps
+        sums = _sums_of_pairs(logps, batch, recipe.loss) if pairs else _sums_of_tokens(logps, batch)
+        for name, value in hosts.read_if_spread(sums).items():
+            totals[name] = totals.get(name, 0.0) + float(value)
+        if not all(map(math.isfinite, totals.values())):
             raise LogitsError(
                 "the policy's logits must be finite, got NaN or infinity for held-out examples: "
                 "its parameters or activations are too large, or not numbers"
             )
-    return {"cross_entropy": total / tokens}
+    return {name: total / count for name, total in totals.items()}
 
 
 @jax.jit
-def _sum_of_logps(
-    logps: Float[Array, "rows time"], labels: Int[Array, "rows time"]
-) -> Float[Array, ""]:
-    return jnp.sum(jnp.where(labels != IGNORE, logps, 0), dtype=jnp.float32)
+def _sums_of_tokens(logps: Float[Array, "rows time"], batch: Batch) -> dict[str, Array]:
+    counted = jnp.where(batch.labels != IGNORE, logps, 0)
+    return {"cross_entropy": -jnp.sum(counted, dtype=jnp.float32)}
+
+
+@partial(jax.jit, static_argnames="loss")
+def _sums_of_pairs(logps: Float[Array, "rows time"], batch: Batch, loss: Loss) -> dict[str, Array]:
+    outputs = {"logps": logps}
+    output = loss({"labels": batch.labels}, outputs, ref_logps=batch.ref_logps, denominator=1.0)
+    pairs = len(logps) / 2
+    assert isinstance(output.metrics, PreferenceMetrics)
+    return {
+        "preference_loss": output.loss,
+        "preference_accuracy": pairs * output.metrics.accuracy,
+        "preference_margin": pairs * output.metrics.margin,
+    }
 
 
 def _in_batches(

@@ -33,13 +33,14 @@ class ExampleSource:
     def sample(self, params: Params, prompts: PromptBatch, key: jax.Array) -> Rollout:
         """Lay examples out; labels are the tokens of the assistant's turns."""
         batch, row_lengths = example_rows(self.template, prompts, multiple=self.width_multiple)
+        conversations = PromptBatch(conversations_of(prompts))
         return Rollout(
             batch,
-            list(prompts),
-            prompts.ground_truths,
+            list(conversations),
+            conversations.ground_truths,
             lengths=np.sum(np.asarray(batch.labels) != IGNORE, axis=1),
             row_lengths=row_lengths,
-            truncated=np.zeros(len(prompts), bool),
+            truncated=np.zeros(len(conversations), bool),
         )
 
     def score(self, rollout: Rollout) -> Rollout:
@@ -57,13 +58,24 @@ def example_rows(
     """Make a batch of examples, and count the columns of each row without padding.
 
     Labels are on the tokens of the assistant's turns. Where an example has no such turn, its ground
-    truth is the answer.
+    truth is the answer. A pair makes two rows, the first with the chosen answer.
     """
-    rows = _encode(template, examples)
+    rows = _encode(template, conversations_of(examples))
     lengths = np.asarray([len(row["input_ids"]) for row in rows], np.int32)
     batch = make_batch(rows, {}, rows=len(rows), multiple=multiple)
     # Rows without padding between tokens need neither a mask nor positions.
     return Batch(tokens=batch.tokens, labels=batch.labels), lengths
+
+
+def conversations_of(examples: Sequence[Trajectory]) -> list[Trajectory]:
+    """Make two conversations of each pair, with the chosen and with the rejected answer."""
+    conversations = []
+    for example in examples:
+        conversations.append(example)
+        rejected = user_data_get(example.get("user_data"), "rejected")
+        if rejected is not None:
+            conversations.append({**example, "messages": rejected})
+    return conversations
 
 
 def check_examples(
@@ -75,25 +87,26 @@ def check_examples(
         ValueError: for the first of them, by its number and the option that names the file.
     """
     for start in range(0, len(examples), _ENCODED_AT_ONCE):
-        part = examples[start : start + _ENCODED_AT_ONCE]
+        numbered = [
+            (f"example {number} of {argument}", conversation)
+            for number, example in enumerate(examples[start : start + _ENCODED_AT_ONCE], start + 1)
+            for conversation in conversations_of([example])
+        ]
         try:
-            rows = _encode(template, part)
+            rows = _encode(template, [conversation for _, conversation in numbered])
         except (TypeError, ValueError):
-            for number, example in enumerate(part, start + 1):
-                _check_example(template, example, f"example {number} of {argument}")
+            for called, conversation in numbered:
+                _check_example(template, conversation, called)
             raise
-        for number, row in enumerate(rows, start + 1):
+        for (called, _), row in zip(numbered, rows, strict=True):
             length = len(row["input_ids"])
             if length > longest:
                 raise ValueError(
                     f"rollout.max_episode_tokens must be at least the tokens of each example, got "
-                    f"{longest} for {length} of example {number} of {argument}"
+                    f"{longest} for {length} of {called}"
                 )
             if not np.any(np.asarray(row["labels"]) != IGNORE):
-                raise ValueError(
-                    f"{argument} must have examples with tokens of the assistant, got none in "
-                    f"example {number}"
-                )
+                raise ValueError(f"{called} must have tokens of the assistant, got none")
 
 
 def _check_example(template: Template, example: Trajectory, called: str) -> None:

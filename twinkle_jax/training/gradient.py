@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from twinkle_jax.data import IGNORE, Batch
 from twinkle_jax.data.batch import check_batch, without_labels_of_padding
-from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics
+from twinkle_jax.loss import Coefficient, LossOutput, PolicyMetrics, PreferenceMetrics
 from twinkle_jax.model import AttentionImplementation, DecoderConfig, Params, Remat
 from twinkle_jax.model.decoder.layers import map_logits
 from twinkle_jax.model.decoder.parameters import check_decoder
@@ -38,7 +38,7 @@ class StepSummary(NamedTuple):
         loss_sum: the loss before it is divided.
         denominator: what to divide it by.
         tokens: positions with a label.
-        metrics: means over these tokens; None where the loss has none.
+        metrics: means over these tokens, or over pairs; None where the loss has none.
         logps: log-probabilities of the labels, [batch, time], as the loss saw them; None for the
             sum of several micro-batches.
     """
@@ -46,7 +46,7 @@ class StepSummary(NamedTuple):
     loss_sum: Float[Array, ""]
     denominator: Float[Array, ""]
     tokens: Float[Array, ""]
-    metrics: PolicyMetrics | None
+    metrics: PolicyMetrics | PreferenceMetrics | None
     logps: Float[Array, "batch time"] | None = None
 
     @property
@@ -62,25 +62,30 @@ def divided(total: Float[Array, ""], count: Float[Array, ""]) -> Float[Array, ""
 
 
 def add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
-    """Add up two micro-batches; means are weighted by their tokens."""
+    """Add up two micro-batches; means are weighted by their tokens, or pairs."""
     # Without log-probabilities: each of their shapes would compile again.
     return _add_summaries(a._replace(logps=None), b._replace(logps=None))
 
 
 @jax.jit
 def _add_summaries(a: StepSummary, b: StepSummary) -> StepSummary:
-    metrics = None
-    if a.metrics is not None and b.metrics is not None:
-        tokens = a.tokens + b.tokens
+    metrics: PolicyMetrics | PreferenceMetrics | None = None
 
+    def means(count_a: Float[Array, ""], count_b: Float[Array, ""]) -> Any:
         def mean(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
-            return divided(x * a.tokens + y * b.tokens, tokens)
+            return divided(x * count_a + y * count_b, count_a + count_b)
+
+        return jax.tree.map(mean, a.metrics, b.metrics)
+
+    if isinstance(a.metrics, PreferenceMetrics):
+        metrics = means(a.denominator, b.denominator)
+    elif a.metrics is not None and isinstance(b.metrics, PolicyMetrics):
 
         def extreme(pick: Callable[..., Array], x: Array, y: Array) -> Array:
             """The extreme over both, ignoring the placeholder 1 of a batch without tokens."""
             return jnp.where(a.tokens == 0, y, jnp.where(b.tokens == 0, x, pick(x, y)))
 
-        metrics = jax.tree.map(mean, a.metrics, b.metrics)._replace(
+        metrics = means(a.tokens, b.tokens)._replace(
             ratio_min=extreme(jnp.minimum, a.metrics.ratio_min, b.metrics.ratio_min),
             ratio_max=extreme(jnp.maximum, a.metrics.ratio_max, b.metrics.ratio_max),
         )
@@ -287,7 +292,7 @@ def _grad_step(
     rows = jnp.ones(len(labelled), bool) if batch.rows is None else batch.rows
     dropout = None if key is None else dropout_keys(key, state.rows, rows, lines, packing)
 
-    def loss_sum(params: Params) -> tuple[Float[Array, ""], tuple[PolicyMetrics | None, Array]]:
+    def loss_sum(params: Params) -> tuple[Float[Array, ""], tuple[Any, Array]]:
         scores = score_lines(
             params,
             frozen,

@@ -300,8 +300,8 @@ def _choose(
 
 
 def _smaller_budgets(config: TrainConfig) -> Iterator[int]:
-    """Halve the tokens of a micro-batch down to the longest row."""
-    longest, tokens = config.longest_row, config.update.micro_batch_tokens
+    """Halve the tokens of a micro-batch down to those that it must hold."""
+    longest, tokens = config.least_budget, config.update.micro_batch_tokens
     yield tokens
     while tokens > longest:
         tokens = max(tokens // 2, longest)
@@ -318,7 +318,7 @@ def _fewer_slots(given: int | None, rows: int, shards: int) -> Iterator[int | No
 
 
 def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
-    """Return the shapes of a micro-batch of rows of maximum length."""
+    """Return the shapes of a micro-batch of rows of maximum length, as `plan` makes it."""
     config, mesh = recipe.config, recipe.mesh
     shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     multiple = 1 if mesh is None else mesh.shape["tensor"]
@@ -326,8 +326,10 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     longest = config.longest_row
     time = batch_width(longest, multiple=multiple)
     tokens = config.update.micro_batch_tokens
-    width = line_width(longest, tokens, multiple=multiple) if several else time
-    lines = max(tokens // width, 1) * shards
+    width, lines_each = time, config.rows_together
+    if several:
+        width, lines_each = line_width(config.least_budget, tokens, multiple=multiple), 1
+    lines = max(tokens // (width * lines_each), 1) * shards * lines_each
     samples = config.rollout.prompts * config.group_size
     rows = samples * config.rows_each // config.update.mini_batches
 

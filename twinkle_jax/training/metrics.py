@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from twinkle_jax.data import IGNORE, Batch
-from twinkle_jax.loss import SamplerMismatch, kl_k3
+from twinkle_jax.loss import PolicyMetrics, PreferenceMetrics, SamplerMismatch, kl_k3
 from twinkle_jax.rollout import Rollout, episode_metrics, has_signal
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.gradient import StepSummary
@@ -128,7 +128,15 @@ def update_metrics(learnt: Learnt) -> dict[str, float]:
         "skipped_updates": float(len(skipped) - without_signal),
         "updates_without_signal": float(without_signal),
     }
-    losses = [s.metrics for s in learnt.summaries if s.metrics is not None]
+    of_pairs = [s.metrics for s in learnt.summaries if isinstance(s.metrics, PreferenceMetrics)]
+    if of_pairs:
+        metrics |= {
+            "rewards/chosen": mean([m.chosen_reward for m in of_pairs]),
+            "rewards/rejected": mean([m.rejected_reward for m in of_pairs]),
+            "rewards/margins": mean([m.margin for m in of_pairs]),
+            "rewards/accuracies": mean([m.accuracy for m in of_pairs]),
+        }
+    losses = [s.metrics for s in learnt.summaries if isinstance(s.metrics, PolicyMetrics)]
     if losses:
         low = mean([m.clip_fraction_low for m in losses])
         high = mean([m.clip_fraction_high for m in losses])

@@ -73,6 +73,7 @@ def plan(
     shards: int = 1,
     several: bool = True,
     multiple: int = 1,
+    together: int = 1,
 ) -> Iterator[tuple[np.ndarray[Any, np.dtype[np.bool_]], Packing]]:
     """Pack the rows of a batch into micro-batches of a token budget.
 
@@ -83,24 +84,36 @@ def plan(
         shards: devices that lines are spread over: their number is a multiple of it.
         several: whether a line may hold several rows.
         multiple: what the width of lines must be a multiple of.
+        together: rows of a group, next to each other, that share a micro-batch: 2 for pairs. They
+            share a line if it may hold several.
 
     Yields:
         For each micro-batch, a mask of its rows, and their packing. Shapes depend on the arguments
         alone, and are few: each is compiled.
     """
-    width, lines = _choose_lines(lengths, tokens, several, multiple)
-    count = _micro_batch_lines(len(lines), max(tokens // width, 1), shards, several)
+    groups = lengths.reshape(-1, together)
+    sizes, lines_each = (groups.sum(axis=1), 1) if several else (groups.max(axis=1), together)
+    width, lines = _choose_lines(sizes, tokens, several, multiple)  # lines of groups
+
+    def micro_batch_groups(count: int) -> int:
+        return _micro_batch_lines(count, max(tokens // (width * lines_each), 1), shards, several)
+
+    count = micro_batch_groups(len(lines))
     start = 0
     while start < len(lines):
         if not several:  # each micro-batch is as wide as its longest row, which comes first
-            longest = int(lengths[lines[start][0]])
-            width = batch_width(longest, multiple=multiple)
-            count = _micro_batch_lines(len(lines) - start, max(tokens // width, 1), shards, several)
-        part = lines[start : start + count]
+            width = batch_width(int(sizes[lines[start][0]]), multiple=multiple)
+            count = micro_batch_groups(len(lines) - start)
+        part = [
+            [group * together + i for group in line for i in range(together)]
+            for line in lines[start : start + count]
+        ]
         start += len(part)
+        if not several:
+            part = [[row] for line in part for row in line]
         members = np.zeros(len(lengths), bool)
         members[[row for line in part for row in line]] = True
-        yield members, _place(part, lengths, time, count, width, several)
+        yield members, _place(part, lengths, time, count * lines_each, width, several)
 
 
 def line_width(longest: int, tokens: int, *, multiple: int) -> int:

@@ -51,6 +51,7 @@ class Totals:
     unwritten: str | None = None  # metrics of the last step, whose line waits for an evaluation
     held_out: str | None = None  # fingerprint of the problems that were evaluated before
     cross_entropy_before: float | None = None
+    preference_loss_before: float | None = None
 
     @property
     def evaluated(self) -> bool:

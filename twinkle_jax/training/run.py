@@ -100,7 +100,8 @@ def train(
 
     Returns:
         What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
-        `reward_after`, `cross_entropy_before`, `cross_entropy_after`, `steps`, `seconds`,
+        `reward_after`, `cross_entropy_before`, `cross_entropy_after`, `preference_loss_before`,
+        `preference_loss_after`, `steps`, `seconds`,
         `step_time`, and `interrupted`: whether a signal ended the run early, which then writes no
         `summary.json`.
 

@@ -19,7 +19,7 @@ from twinkle_jax.data import (
 )
 from twinkle_jax.data.prompts import GeneratedPrompts, prompts_fingerprint
 from twinkle_jax.data.settings import AUTO
-from twinkle_jax.loss import CrossEntropyLoss
+from twinkle_jax.loss import DPOLoss
 from twinkle_jax.loss.token_logprobs import compute_capability
 from twinkle_jax.model.decoder.lora import adapted_kernels
 from twinkle_jax.model.decoder.sharding import place_params
@@ -124,7 +124,7 @@ def begin(
     policy = with_adapter(config, policy, directory, source, mesh)
     if not config.many_turns and not isinstance(task.train, GeneratedPrompts):
         if len(task.train) > _ENCODED_AT_ONCE:
-            kind = "prompts" if config.examples is None else "examples"
+            kind = "prompts" if config.examples is None else _kind_of_examples(config)
             display.note(f"checking the lengths of {len(task.train):,} {kind}")
         hosts.together("checking prompts", lambda: _check_lengths(config, task, policy))
     if config.examples is not None:
@@ -132,7 +132,7 @@ def begin(
         steps = f"a pass over them takes {-(-count // at_once):,} steps"
         if count <= at_once:
             steps = f"a step passes over them {at_once / count:.3g} times"
-        display.note(f"{count:,} examples: {steps}")
+        display.note(f"{count:,} {_kind_of_examples(config)}: {steps}")
     engine = make_engine(config, policy, mesh, note=display.note)
     if source is None:
         _check_server(config, engine)
@@ -184,6 +184,10 @@ def begin(
     return run, progress
 
 
+def _kind_of_examples(config: TrainConfig) -> str:
+    return "pairs" if config.learns_pairs else "examples"
+
+
 def _check_server(config: TrainConfig, engine: Engine) -> None:
     """Refuse a server that is not there, or has no room for the longest row of a run.
 
@@ -215,7 +219,9 @@ def _judge_first(
 ) -> Progress:
     """Evaluate the policy before the first step, unless a resumed run has done it."""
     if progress.step:
-        measured = "cross_entropy" if recipe.config.task == "examples" else "accuracy"
+        measured = "accuracy"
+        if recipe.config.task == "examples":
+            measured = "preference_loss" if recipe.config.learns_pairs else "cross_entropy"
         display.note(
             f"{measured}_before is not known: settings or problems of the evaluation have changed "
             "since the first step"
@@ -441,8 +447,8 @@ def make_recipe(
             f"teacher must be the policy that teacher.model names, {config.teacher.model!r}, "
             f"got {'none' if teacher is None else 'one'}"
         )
-    reference = None
-    if update.kl_beta:
+    loss, reference = make_loss(config), None
+    if update.kl_beta or (isinstance(loss, DPOLoss) and not loss.reference_free):
         # New adapters change nothing: the frozen parameters alone are the initial policy.
         reference = {} if config.lora.rank else jax.tree.map(jnp.copy, policy.params)
     estimator = make_estimator(update.advantage, update.advantage_options)
@@ -471,7 +477,7 @@ def make_recipe(
         policy.config,
         policy.frozen,
         source,
-        make_loss(config) if config.examples is None else CrossEntropyLoss(),
+        loss,
         run_optimizer(config),
         estimator,
         reference,

@@ -1,5 +1,6 @@
 """One step of a run: collect a rollout, compute its advantages, and update the policy from it."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -15,12 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
 from twinkle_jax.data.batch import batch_width
-from twinkle_jax.loss import (
-    CrossEntropyLoss,
-    PolicyLoss,
-    SamplerMismatch,
-    sampler_mismatch,
-)
+from twinkle_jax.loss import CrossEntropyLoss, Loss, SamplerMismatch, sampler_mismatch
 from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
 from twinkle_jax.model.decoder.lora import RATE, walk
 from twinkle_jax.model.decoder.sharding import ROWS
@@ -63,8 +59,8 @@ class Recipe(NamedTuple):
         loss: with the coefficients of the run.
         optimizer: with learning rate 1.
         estimator: of advantages.
-        reference: parameters of the reference policy of the KL penalty, merged over the frozen
-            ones; None without a penalty.
+        reference: parameters of the reference policy of the KL penalty or of DPO, merged over the
+            frozen ones; None without.
         mesh: of parameters and rows; None for one device.
         teacher: judges each sampled token; None without distillation.
     """
@@ -73,7 +69,7 @@ class Recipe(NamedTuple):
     decoder: DecoderConfig
     frozen: Params | None
     source: RolloutSource
-    loss: PolicyLoss | CrossEntropyLoss
+    loss: Loss
     optimizer: optax.GradientTransformation
     estimator: Estimator
     reference: Params | None = None
@@ -117,7 +113,7 @@ def collect(
             drawn = recipe.source.sample(params, prompts, rollout_key(key, number))
         # The device scores with these models while the host computes rewards.
         if recipe.reference is not None and update.dynamic_sampling == 1:
-            drawn = drawn._replace(batch=_with_reference(recipe, drawn.batch, drawn.row_lengths))
+            drawn = drawn._replace(batch=with_reference(recipe, drawn.batch, drawn.row_lengths))
         if recipe.teacher is not None and update.dynamic_sampling == 1:
             drawn = drawn._replace(teacher_logps=teacher_logps(recipe, drawn))
         drawn = score_rollout(recipe.source, drawn, check)
@@ -282,7 +278,8 @@ def score_rollout(source: RolloutSource, drawn: Rollout, check: Callable[[], Non
     return scored._replace(rewards=rewards, reward_parts=parts)
 
 
-def _with_reference(recipe: Recipe, batch: Batch, row_lengths: IntRows) -> Batch:
+def with_reference(recipe: Recipe, batch: Batch, row_lengths: IntRows) -> Batch:
+    """Add the reference policy's log-probabilities of a batch's labels."""
     assert recipe.reference is not None  # whose own router chooses
     unrouted = batch._replace(routing=None)
     scores = score(recipe, recipe.reference, unrouted, row_lengths)
@@ -358,7 +355,7 @@ def train_step(
     update, lengths = recipe.config.update, rollout.row_lengths
     batch = on_all_devices(rollout.batch, recipe.mesh)  # a few numbers a token: cheap to replicate
     if recipe.reference is not None and batch.ref_logps is None:
-        batch = _with_reference(recipe, batch, lengths)
+        batch = with_reference(recipe, batch, lengths)
     sampled = batch.old_logps is not None  # not so with examples
     facts = rollout_facts(batch, rollout.teacher_logps) if sampled else {}
     mismatch = None
@@ -388,7 +385,9 @@ def train_step(
     facts, learnt, _ = jax.device_get((facts, learnt, rollout.advantages))
     metrics = {name: float(value) for name, value in facts.items()}
     metrics |= update_metrics(learnt) | {"learning_rate": learning_rate}
-    if not sampled:
+    if recipe.config.learns_pairs:
+        metrics["preference_loss"] = metrics["loss"]
+    elif recipe.loss == CrossEntropyLoss():  # and not with other weights of tokens, as in DFT
         metrics["cross_entropy"] = metrics["loss"]
     problem = describe_mismatch(metrics, recipe.config)
     if problem is not None and update.on_mismatch == "stop":
@@ -458,12 +457,14 @@ def learn(
         total: StepSummary | None = None
         observed: SamplerMismatch | None = None
         keys = None if dropout_key is None else mini_batch_keys(dropout_key, state.rows, len(rows))
-        for part, packing in micro_batches(recipe, batch, rows, row_lengths):
+        loss = _for_mini_batch(recipe.loss, batch, rows)
+        together = config.rows_together
+        for part, packing in micro_batches(recipe, batch, rows, row_lengths, together=together):
             state, summary = grad_step(
                 state,
                 part,
                 recipe.decoder,
-                recipe.loss,
+                loss,
                 frozen=recipe.frozen,
                 temperature=config.rollout.temperature,
                 key=keys,
@@ -553,9 +554,9 @@ def deal_rows(rows: int, config: TrainConfig, seed: tuple[int, ...]) -> Iterator
 
 
 def micro_batches(
-    recipe: Recipe, batch: Batch, rows: IntRows, row_lengths: IntRows
+    recipe: Recipe, batch: Batch, rows: IntRows, row_lengths: IntRows, *, together: int = 1
 ) -> Iterator[tuple[Batch, Packing]]:
-    """Pack a mini-batch into micro-batches.
+    """Pack a mini-batch into micro-batches, which groups of rows `together` are not split over.
 
     Each keeps all rows of the mini-batch, and labels only the rows that belong to it: the loss then
     sees few shapes.
@@ -572,9 +573,24 @@ def micro_batches(
         shards=1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"],
         several=takes_segments(recipe),
         multiple=multiple,
+        together=together,
     )
     for members, packing in parts:
         yield _label_rows(mini_batch, members), packing
+
+
+def _for_mini_batch(loss: Loss, batch: Batch, rows: IntRows) -> Loss:
+    """Tell a loss that averages over tokens of chosen answers how many a mini-batch has."""
+    if "tokens_per_pair" not in getattr(loss, "__dataclass_fields__", {}):
+        return loss
+    counted: Any = loss
+    return dataclasses.replace(counted, tokens_per_pair=_tokens_per_pair(batch.labels, rows))
+
+
+@jax.jit
+def _tokens_per_pair(labels: Int[Array, "all time"], rows: Int[Array, " rows"]) -> Array:
+    chosen = jnp.take(labels, rows[::2], axis=0)
+    return jnp.sum(chosen != IGNORE, dtype=jnp.float32) / len(chosen)
 
 
 def takes_segments(recipe: Recipe) -> bool:

@@ -15,6 +15,7 @@ from twinkle_jax.data import (
     read_examples,
     read_gsm8k,
     read_jsonl,
+    read_preferences,
     user_data_get,
 )
 from twinkle_jax.data.prompts import GeneratedPrompts, download_split
@@ -191,7 +192,8 @@ def _find_examples(config: TrainConfig, *, held_out: bool = False) -> list[Traje
     if file is None:
         return []
     _check_file(name, "a file", file)
-    examples = read_examples(Path(file).expanduser(), system=config.system)
+    read = read_preferences if config.learns_pairs else read_examples
+    examples = read(Path(file).expanduser(), system=config.system)
     return examples[: config.evaluation.problems] if held_out else examples
 
 
