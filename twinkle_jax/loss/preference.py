@@ -528,7 +528,7 @@ class ReferenceFreeLoss(PreferenceLoss):
     """A loss of pairs without a reference policy; rows alternate between chosen and rejected."""
 
     @abc.abstractmethod
-    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
+    def _compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
         """Compare the rows of each pair."""
 
     def __call__(
@@ -542,7 +542,7 @@ class ReferenceFreeLoss(PreferenceLoss):
         """Compute the loss of a batch: see `DPOLoss`."""
         refuse_unknown(kwargs)
         labels, logprobs = _read_pairs(inputs, outputs, self.ignore_index)
-        compared = self.compare(logprobs, labels.mask)
+        compared = self._compare(logprobs, labels.mask)
         return _pair_mean(compared, logprobs, labels.mask, denominator, self.tokens_per_pair)
 
 
@@ -570,7 +570,7 @@ class SimPOLoss(ReferenceFreeLoss, name="simpo"):
     gamma: Coefficient = 0.5
     ignore_index: int = -100
 
-    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
+    def _compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
         """Compare mean log-probabilities."""
         means = _chosen_and_rejected(_means(logprobs, mask))
         losses = simpo_preference(*means, beta=self.beta, gamma=self.gamma)
@@ -606,7 +606,7 @@ class CPOLoss(ReferenceFreeLoss, name="cpo"):
     ignore_index: int = -100
     tokens_per_pair: Coefficient | None = None
 
-    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
+    def _compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
         """Compare sums of log-probabilities."""
         sums = _chosen_and_rejected(jnp.sum(logprobs, axis=-1))
         return _Compared(cpo_preference(*sums, beta=self.beta), *sums, self.beta, self.bc_coef)
@@ -637,7 +637,7 @@ class ORPOLoss(ReferenceFreeLoss, name="orpo"):
     ignore_index: int = -100
     tokens_per_pair: Coefficient | None = None
 
-    def compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
+    def _compare(self, logprobs: PerToken, mask: Mask) -> _Compared:
         """Compare mean log-probabilities."""
         means = _chosen_and_rejected(_means(logprobs, mask))
         losses = orpo_preference(*means)
