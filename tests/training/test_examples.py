@@ -271,8 +271,18 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(files, capsys):
     )
     assert train(again)["cross_entropy_before"] is None  # of other examples
     assert "cross_entropy_before is not known" in capsys.readouterr().out
-    with pytest.raises(ValueError, match=r"^examples "):
+    with pytest.raises(ValueError, match=r"^examples must be "):
         train(config(files, "parts", steps=8, resume="auto", examples=str(files / "others.jsonl")))
+
+
+@pytest.mark.slow
+def test_a_file_that_has_grown_since_the_run_began_is_named(files):
+    grown = files / "grown.jsonl"
+    grown.write_text((files / "examples.jsonl").read_text())
+    train(config(files, "grown", examples=str(grown), steps=1))
+    grown.write_text(grown.read_text() + "\n" + (files / "others.jsonl").read_text())
+    with pytest.raises(ValueError, match=r"^examples must hold .*grown.jsonl': prompts must be 12"):
+        train(config(files, "grown", examples=str(grown), resume="auto"))
 
 
 @pytest.mark.slow

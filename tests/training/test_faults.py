@@ -1,7 +1,10 @@
 """What befalls runs: signals, kills, full disks, damaged files, wrong gradients and rewards."""
 
+import dataclasses
+import functools
 import json
 import os
+import signal
 import subprocess
 import threading
 import time
@@ -28,6 +31,7 @@ from tests.training.runs import (
 from tests.training.small_run import EVERY_STEP, STEPS, Scorer, config, evaluation, update
 from twinkle_jax.rollout.hosts import InterruptedRunError
 from twinkle_jax.training import OptimizerConfig, SamplerMismatchError, train
+from twinkle_jax.training import evaluation as training_evaluation
 from twinkle_jax.training.checkpoint import RunCheckpoints
 from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.display import Display
@@ -207,6 +211,27 @@ def test_a_policy_that_breaks_ends_the_run_and_is_not_saved(folder, tmp_path, fo
         train(settings, reward=scorer)
     assert steps(tmp_path / "run") == ([0, 2] if found_in == "last evaluation" else [0])
     assert len(metrics(tmp_path / "run")) == 2
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_evaluation_before_the_first_step(folder, tmp_path, monkeypatch):
+    """It may take minutes; the run that goes on repeats it. Four problems, in batches of two."""
+    two_at_a_time = functools.partial(training_evaluation.evaluate, batch=2)
+    monkeypatch.setattr(training_evaluation, "evaluate", two_at_a_time)
+
+    def interrupt(lengths):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Scorer.usual(lengths)
+
+    settings = config(folder, tmp_path / "run", steps=1, evaluation=evaluation(folder, every=0))
+    scorer = Scorer(call1=interrupt)
+    summary = train(settings, reward=scorer)
+    assert summary["interrupted"] and summary["accuracy_before"] is None and scorer.calls == 1
+    resumed = train(dataclasses.replace(settings, resume="auto"), reward=Scorer())
+    expected = train(config(folder, tmp_path / "whole", steps=1, evaluation=settings.evaluation),
+                     reward=Scorer())  # fmt: skip
+    assert resumed["accuracy_before"] == expected["accuracy_before"] is not None
+    assert learnt(tmp_path / "run", 1) == learnt(tmp_path / "whole", 1)
 
 
 def hang(lengths):

@@ -87,6 +87,7 @@ ENDS = {
         "update:3:SIGKILL:0.05",
         {"lora.rank": 2, "lora.dropout": 0.3, "rollout.num_samples": 8},
     ),
+    "in the evaluation before the first step": ("draw:1:SIGTERM:0", {}),
     "with checkpoints of every second step": (
         "reward:6:SIGKILL:0",
         {"logging.checkpoint_every": 2, "evaluation.every": 3},

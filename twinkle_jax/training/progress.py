@@ -128,7 +128,15 @@ def restore(
     def check(facts: dict[str, Any]) -> None:
         check_resumable(facts["config"], config, facts.get("started_in"))
         check_base(facts, base)
-        loader.set_state(facts["data"])
+        try:
+            loader.set_state(facts["data"])
+        except ValueError as error:
+            name, value = (
+                ("task", config.task) if config.examples is None else ("examples", config.examples)
+            )
+            raise ValueError(
+                f"{name} must hold what it held in the run to resume, got {value!r}: {error}"
+            ) from error
 
     step, arrays, facts = checkpoints.restore(arrays_of(fresh, reference), check=check)
     totals = Totals(**facts["totals"])

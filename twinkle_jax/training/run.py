@@ -101,9 +101,8 @@ def train(
     Returns:
         What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
         `reward_after`, `cross_entropy_before`, `cross_entropy_after`, `preference_loss_before`,
-        `preference_loss_after`, `steps`, `seconds`,
-        `step_time`, and `interrupted`: whether a signal ended the run early, which then writes no
-        `summary.json`.
+        `preference_loss_after`, `steps`, `seconds`, `step_time`, and `interrupted`: whether a
+        signal ended the run early, which then writes no `summary.json`.
 
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task; or if
@@ -162,7 +161,7 @@ def train(
         hosts.agreed("opening the log", open_log) as log,
         Display(total=config.steps, quiet=not hosts.is_first()) as display,
     ):
-        run, progress = begin(config, directory, task, log, display, source)
+        run, progress = begin(config, directory, task, log, display, source, interruption.check)
         last.finished(progress, saved=source == directory)
         last.save()
         summary = read_summary(directory)

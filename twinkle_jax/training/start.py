@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,8 +105,12 @@ def begin(
     log: MetricsLog | NoLog,
     display: Display,
     source: Path | None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[Run, Progress]:
-    """Make the policy and everything that trains it; restore them from `source` if there is one."""
+    """Make the policy and everything that trains it; restore them from `source` if there is one.
+
+    `check` raises `InterruptedRunError` after a signal, which ends the first evaluation.
+    """
     mesh = find_devices(config.mesh.data, config.mesh.fsdp, config.mesh.tensor)
     if config.dtype is AUTO:
         config = with_dtype(config, mesh)
@@ -176,7 +181,7 @@ def begin(
         for option in changed_code(source, code_hashes(config)):
             display.note(f"warning: the file of {option} has changed since that step")
     if task.held_out and not progress.totals.evaluated:
-        progress = _judge_first(progress, recipe, task, policy, engine, display)
+        progress = _judge_first(progress, recipe, task, policy, engine, display, check)
     ahead = None
     if isinstance(engine, ServerEngine) and config.server.overlap:
         ahead = NextRollout(recipe.source, engine, config.rollout)
@@ -216,8 +221,12 @@ def _judge_first(
     policy: Policy,
     engine: Engine,
     display: Display,
+    check: Callable[[], None],
 ) -> Progress:
-    """Evaluate the policy before the first step, unless a resumed run has done it."""
+    """Evaluate the policy before the first step, unless a resumed run has done it.
+
+    A signal leaves that to the run that resumes this one, which ends before its first step.
+    """
     if progress.step:
         measured = "accuracy"
         if recipe.config.task == "examples":
@@ -227,9 +236,13 @@ def _judge_first(
             "since the first step"
         )
         return progress
-    results = held_out(
-        recipe.config, task, policy, engine=engine, params=progress.state.params, recipe=recipe
-    )
+    try:
+        results = held_out(
+            recipe.config, task, policy,
+            engine=engine, params=progress.state.params, recipe=recipe, check=check,
+        )  # fmt: skip
+    except hosts.InterruptedRunError:
+        return progress
     before: dict[str, Any] = {f"{x}_before": results[x] for x in MEASURED if x in results}
     if not before:
         return progress
