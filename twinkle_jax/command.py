@@ -43,6 +43,7 @@ _OPTIONS_ELSEWHERE = {
     "dataset_name": "task",
     "gradient_checkpointing": "update.recompute",
     "kl_coef": "update.kl_beta",
+    "use_kl_in_reward": "update.kl_in",
     "kl_loss_coef": "update.kl_beta",
     "loss_agg_mode": "update.loss",
     "loss_type": "update.loss",

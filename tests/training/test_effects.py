@@ -61,6 +61,7 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"teacher.model": "t", "update.scale": "batch"},
     {"teacher.model": "t", "reward": ["exact", "math"], "reward_weights": [1.0, 2.0]},
     {"environment": "x.py:X", "teacher.model": "t", "update.discount": 0.9},
+    {"model": "m", "task": "x.jsonl", "update.kl_in": "reward"},
     {**LEARNS, "rollout.num_samples": 4},
     {**LEARNS, "rollout.temperature": 0.7},
     {**LEARNS, "update.loss": "dpo", "update.epsilon": 0.1},

@@ -115,6 +115,15 @@ def test_two_processes_score_with_a_reward_model(folder, tmp_path):
     assert_same_metrics(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.exhaustive
+def test_two_processes_have_the_penalty_in_rewards(folder, tmp_path):
+    """Log-ratios are on the devices of both, rewards on all hosts."""
+    penalty = {"steps": 2, "update": small_run.update(kl_beta=0.5, kl_in="reward")}
+    train(config(folder, tmp_path / "one", **penalty))
+    run_joined(folder, config(folder, tmp_path / "two", **penalty))
+    assert_same_metrics(tmp_path / "two", tmp_path / "one")
+
+
 def test_files_that_differ_have_different_fingerprints(tmp_path):
     for size in (100, 3_000_000):  # of the larger, samples are read
         content = np.random.default_rng(0).bytes(size)

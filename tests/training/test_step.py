@@ -37,6 +37,7 @@ from twinkle_jax.training.config import with_setting
 from twinkle_jax.training.metrics import rollout_metrics
 from twinkle_jax.training.step import (
     RECOMPUTED,
+    credit,
     deal_rows,
     describe_mismatch,
     mini_batch_keys,
@@ -392,6 +393,73 @@ def test_kl_from_a_reference_is_zero_at_first_and_pulls_back_later():
     state = copied_state(moved, OPTIMIZER)
     _, metrics = take_step(held, drawn, state=state, rate=0.1)
     assert metrics["kl"] > 0.01
+
+
+def penalised(advantage, rollouts=1, **update):
+    """A rollout of a policy that has left its reference, with the penalty in its rewards."""
+    settings = {"advantage": advantage, "kl_beta": 0.5, "kl_in": "reward"} | update
+    made = recipe(**settings, dynamic_sampling=rollouts)
+    moved = jax.tree.map(lambda x: 1.5 * x, POLICY.params)
+    rollout = sampled(made, params=moved)
+    batch = rollout.batch
+    expected = score_batch(POLICY.params, batch, POLICY.config).logps
+    ratios = np.where(batch.labels != -100, batch.old_logps - expected, 0)
+    assert np.abs(ratios).max() > 0.1
+    return made, rollout, ratios
+
+
+@pytest.mark.parametrize("rollouts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_log_ratio_of_a_completion_is_subtracted_from_its_reward(rollouts):
+    """And the loss has no penalty of its own."""
+    made, rollout, ratios = penalised("rloo", rollouts, scale="none")
+    np.testing.assert_allclose(
+        rollout.advantages, rloo(rollout.scores - 0.5 * ratios.sum(axis=1)), rtol=1e-4, atol=1e-5
+    )
+    np.testing.assert_array_equal(rollout.batch.advantages[:, -1], rollout.advantages)
+    assert made.loss == GRPOLoss()
+
+
+def rloo(rewards):
+    groups = rewards.reshape(-1, SAMPLES)
+    others = (groups.sum(axis=1, keepdims=True) - groups) / (SAMPLES - 1)
+    return (groups - others).reshape(-1)
+
+
+def test_an_episode_of_several_rows_has_the_penalty_of_all():
+    """Each of eight has two rows here."""
+    made, rollout, ratios = penalised("rloo", scale="none")
+    episodes = rollout._replace(lengths=rollout.lengths[:8], rewards=rollout.scores[:8])
+    expected = rloo(episodes.scores - 0.5 * ratios.sum(axis=1).reshape(8, 2).sum(axis=1))
+    found = credit(made, episodes)
+    np.testing.assert_allclose(found, np.repeat(expected, 2), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_log_ratio_of_a_token_is_subtracted_from_its_reward():
+    """Of REINFORCE++, whose advantages are whitened sums of rewards from each token on."""
+    _, rollout, ratios = penalised("reinforce_plus_plus")
+    kept = np.asarray(rollout.batch.labels != -100)
+    earned = -0.5 * ratios
+    for row, mask, reward in zip(earned, kept, rollout.scores, strict=True):
+        row[np.flatnonzero(mask)[-1]] += reward
+    returns = np.cumsum(earned[:, ::-1], axis=1)[:, ::-1]
+    expected = (returns - returns[kept].mean()) / returns[kept].std(ddof=1)
+    found = np.asarray(rollout.batch.advantages)
+    np.testing.assert_allclose(found[kept], expected[kept], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "argument"),
+    [
+        ({"advantage": "maxrl"}, "update.kl_in must be loss with update.advantage='maxrl'"),
+        ({"advantage": "gdpo"}, "update.kl_in must be loss with update.advantage='gdpo'"),
+        ({"credit": "turn"}, "update.kl_in must be loss with update.credit='turn'"),
+    ],
+)
+def test_penalties_that_cannot_be_in_rewards_are_refused(options, argument):
+    with pytest.raises(ValueError, match=f"^{argument}"):
+        TrainConfig(model="m", update=UpdateConfig(kl_beta=0.1, kl_in="reward", **options))
+    assert TrainConfig(update=UpdateConfig(kl_in="reward")).update.advantage == "grpo"
 
 
 def test_a_reward_is_told_what_is_right_for_each_completion():

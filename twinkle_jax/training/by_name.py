@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool
+from jaxtyping import Array, Bool, Float
 
 from twinkle_jax.advantage import (
     ESTIMATORS,
@@ -23,6 +23,7 @@ from twinkle_jax.advantage import (
     ReinforcePlusPlusAdvantage,
     Scale,
     get_advantage,
+    kl_in_token_reward,
 )
 from twinkle_jax.model.decoder.parameters import EXPERTS
 
@@ -56,6 +57,11 @@ class Estimator(NamedTuple):
         return "scale" in inspect.signature(call).parameters
 
     @property
+    def works_per_token(self) -> bool:
+        """Whether it takes a reward for each token, and makes an advantage of each."""
+        return isinstance(self.function, ReinforcePlusPlusAdvantage)
+
+    @property
     def compares_parts(self) -> bool:
         """Whether it compares each of several rewards by itself, before they are added up."""
         return isinstance(self.function, GDPOAdvantage)
@@ -75,6 +81,8 @@ class Estimator(NamedTuple):
         lengths: np.ndarray[Any, Any],
         greedy_rewards: np.ndarray[Any, Any] | None,
         mask: Bool[Array, "rows time"],
+        kl: Float[Array, "rows time"] | None = None,
+        kl_coefficient: float = 0.0,
         reward_weights: np.ndarray[Any, Any] | None = None,
     ) -> jax.Array:
         """Estimate advantages.
@@ -88,6 +96,8 @@ class Estimator(NamedTuple):
             lengths: tokens of each completion.
             greedy_rewards: one a prompt, where the estimator needs them.
             mask: True for tokens that the policy sampled.
+            kl: divergence of each token, for an estimator that works per token; None for 0.
+            kl_coefficient: what is subtracted for each nat of it.
             reward_weights: of several rewards; None for one.
 
         Returns:
@@ -95,10 +105,9 @@ class Estimator(NamedTuple):
         """
         if isinstance(self.function, ReinforcePlusPlusAdvantage):
             kept = mask if where is None else mask & jnp.asarray(where)[:, None]
-            # Number of sampled tokens from each position on: 1 at the last, which gets the reward.
-            remaining = jnp.cumsum(mask[:, ::-1], axis=1, dtype=jnp.int32)[:, ::-1]
-            at_last_token = jnp.where(mask & (remaining == 1), jnp.asarray(rewards)[:, None], 0)
-            return self.function(at_last_token, masks=kept)
+            kl = jnp.zeros(mask.shape) if kl is None else kl
+            earned = kl_in_token_reward(rewards, kl, mask, coefficient=kl_coefficient)
+            return self.function(earned, masks=kept)
         data = {"lengths": lengths, "greedy_rewards": greedy_rewards}
         needed: dict[str, Any] = {name: data[name] for name in self.needs}
         if reward_weights is not None:

@@ -82,6 +82,9 @@ class UpdateConfig:
         epsilon_high: how far a ratio may rise above 1; none: as far as it may fall, or 0.28 for
             dapo.
         kl_beta: weight of the divergence from the initial policy, per nat.
+        kl_in: where this penalty is. loss: added to the loss, as an estimate of at least 0 a token
+            (k3); reward: log-ratios to the initial policy are subtracted from the reward of a
+            completion or episode, or with reinforce_plus_plus from that of each token.
         credit: advantages of the turns of an episode. episode: all turns get that of the episode's
             return; turn: each gets that of the rewards from it on, compared with the same turn of
             the group's other episodes; mixed: the mean of both.
@@ -125,6 +128,7 @@ class UpdateConfig:
     epsilon: float = at_least(0, default=0.2)
     epsilon_high: float | None = at_least(0, default=None)
     kl_beta: float = at_least(0, default=0.0)
+    kl_in: Literal["loss", "reward"] = "loss"
     credit: Literal["episode", "turn", "mixed"] = "episode"
     discount: float = share(default=1.0)
     gae_lambda: float = share(default=1.0)
@@ -472,7 +476,8 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
     dtype = "float32" if small and config.dtype is AUTO else config.dtype
     update = config.update
     default_estimator = not update.advantage_options and update.scale is AUTO
-    # MaxRL divides by the mean reward, which an environment may have below 0.
+    default_estimator &= update.kl_in == "loss"
+    # MaxRL divides by the mean reward, which an environment may have below 0, and a penalty too.
     maxrl = small and default_estimator and config.environment is None
     task = "arithmetic" if config.environment is None else "environment"
     supervised = config.examples is not None
@@ -583,7 +588,7 @@ def _policy_loss_options(config: TrainConfig, kind: type[Loss]) -> dict[str, Any
     options: dict[str, Any] = {"epsilon": update.epsilon}
     if update.epsilon_high is not None:
         options["epsilon_high"] = update.epsilon_high
-    if update.kl_beta:
+    if update.kl_beta and update.kl_in == "loss":
         options["beta"] = update.kl_beta
     if update.correction != "none":
         options["correction"] = ImportanceCorrection(update.correction, update.correction_cap)
@@ -697,6 +702,8 @@ def _check(config: TrainConfig) -> None:
             f"reward_weights must have a number for each of {len(config.rewards)} rewards, "
             f"got {len(weights)}"
         )
+    if update.kl_in == "reward":
+        _check_kl_in_reward(update)
     if optimizer.schedule_options and optimizer.schedule in _BUILT_IN_SCHEDULES:
         raise ValueError(
             "optimizer.schedule_options must go with a schedule of Optax, "
@@ -730,6 +737,26 @@ def _check_examples(config: TrainConfig) -> None:
             raise ValueError(
                 f"{name} must be none with examples, since nothing is sampled, got {value!r}"
             )
+
+
+_TAKE_ANY_REWARD = (
+    "grpo", "rloo", "opo", "remax", "reinforce", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+)  # fmt: skip
+
+
+def _check_kl_in_reward(update: UpdateConfig) -> None:
+    """Refuse a penalty in rewards whose parts, turns or sign an estimator depends on."""
+    if update.advantage not in _TAKE_ANY_REWARD:
+        raise ValueError(
+            f"update.kl_in must be loss with update.advantage={update.advantage!r}, got reward, "
+            f"which goes with {', '.join(_TAKE_ANY_REWARD)}"
+        )
+    if update.credit != "episode":
+        raise ValueError(
+            f"update.kl_in must be loss with update.credit={update.credit!r}, got reward: the "
+            "penalty is that of a whole episode"
+        )
 
 
 def check_parts(config: TrainConfig, rewards: int) -> None:

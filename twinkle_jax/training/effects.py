@@ -72,6 +72,9 @@ _CONDITIONS = (
         "update.scale",
     ),
     _Condition(
+        "an update.kl_beta above 0", lambda config: config.update.kl_beta > 0, "update.kl_in"
+    ),
+    _Condition(
         "an update.correction",
         lambda config: config.update.correction != "none",
         "update.correction_cap",

@@ -131,6 +131,8 @@ def collect(
     )
     if recipe.teacher is not None and chosen.teacher_logps is None:
         chosen = chosen._replace(teacher_logps=teacher_logps(recipe, chosen))
+    if _in_reward(recipe) and chosen.batch.ref_logps is None:
+        chosen = chosen._replace(batch=with_reference(recipe, chosen.batch, chosen.row_lengths))
     advantages = credit(recipe, chosen)
     shown = advantages
     if recipe.teacher is not None:
@@ -220,6 +222,19 @@ def _credit_of_episodes(recipe: Recipe, rollout: Rollout) -> jax.Array:
     return _estimate(recipe, rollout, np.where(known, parts, 0), where, rollout.lengths, weights)
 
 
+def _in_reward(recipe: Recipe) -> bool:
+    """Whether the penalty of the divergence from the reference policy is in rewards."""
+    return recipe.config.update.kl_in == "reward" and recipe.reference is not None
+
+
+@jax.jit
+def _reference_log_ratios(batch: Batch) -> Float[Array, "rows time"]:
+    """Log-probabilities under the sampling policy, minus those under the reference (k1)."""
+    assert batch.old_logps is not None
+    assert batch.ref_logps is not None
+    return jnp.where(batch.labels != IGNORE, batch.old_logps - batch.ref_logps, 0)
+
+
 def _estimate(
     recipe: Recipe,
     rollout: Rollout,
@@ -228,6 +243,13 @@ def _estimate(
     lengths: Any,
     reward_weights: Any = None,
 ) -> jax.Array:
+    kl, coefficient = None, recipe.config.update.kl_beta
+    if _in_reward(recipe):
+        kl = _reference_log_ratios(rollout.batch)
+        if not recipe.estimator.works_per_token:
+            sums = np.asarray(hosts.read_if_spread(jnp.sum(kl, axis=1)))
+            of_trajectories = sums.reshape(-1, rollout.rows_each).sum(axis=1)
+            rewards, kl = rewards - np.float32(coefficient) * of_trajectories, None
     return recipe.estimator.advantages(
         rewards,
         recipe.config.rollout.num_samples,
@@ -236,6 +258,8 @@ def _estimate(
         lengths=lengths,
         greedy_rewards=rollout.greedy_rewards,
         mask=rollout.batch.labels != IGNORE,
+        kl=kl,
+        kl_coefficient=coefficient,
         reward_weights=reward_weights,
     )
 
