@@ -118,11 +118,11 @@ def test_rewards_that_differ_only_where_completions_are_left_out():
 def test_mean_rewards_that_are_not_the_accuracy():
     def show(display):
         display.step(3, {"eval/accuracy": 0.5, "eval/reward": 0.625})
-        display.step(4, {"eval/accuracy": 0.5, "eval/reward": 0.5})
+        display.step(4, {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/pass@2": 0.75})
 
     assert printed(show).splitlines()[1::2] == [
         "held-out accuracy after step 3: 0.500, mean reward 0.625",
-        "held-out accuracy after step 4: 0.500",
+        "held-out accuracy after step 4: 0.500, pass@2 0.750",
     ]
     summary = {"steps": 4, "seconds": 2.0, "accuracy_before": 0.0, "accuracy_after": 0.5}
     summary |= {"reward_before": 0.25, "reward_after": 0.625}

@@ -215,6 +215,31 @@ def test_credit_of_episodes_and_of_turns_by_hand():
     np.testing.assert_array_equal(halved[0, 0:6:2], [1.0, 0.0, 0.0])
 
 
+def test_remax_compares_episodes_with_a_greedy_one_of_the_same_seed():
+    """In each rollout of a step: environments may make their problem from the seed alone."""
+    seeds = []
+
+    class Seen(games.Never):
+        def reset(self, row, seed):
+            seeds.append(seed)
+            return super().reset(row, seed)
+
+    settings = TrainConfig(
+        environment=f"{GAMES}:Never",
+        rollout=RolloutConfig(prompts=2, num_samples=2, max_turns=1, max_prompt_tokens=16),
+        update=UpdateConfig(advantage="remax", mini_batches=1, dynamic_sampling=2),
+    )
+    policy = small_policy(0)
+    recipe = make_recipe(settings, policy, None, environment=Seen)
+    prompts = PromptBatch({"messages": [], "user_data": []} for _ in range(2))
+    collect(recipe, policy.params, lambda: prompts, jax.random.key(0))
+    first, greedy, second, greedy_again = (
+        set(seeds[i:j]) for i, j in ((0, 4), (4, 6), (6, 10), (10, 12))
+    )
+    assert greedy == first and greedy_again == second
+    assert len(seeds) == 12 and len(first | second) == 4
+
+
 @pytest.mark.parametrize(("credit_of", "rollouts"), [("episode", 2), ("turn", 1), ("mixed", 1)])
 def test_dynamic_sampling_looks_at_turns_if_these_are_credited(credit_of, rollouts):
     """Both episodes have the return 1, but from the second turn on 0 and 1."""

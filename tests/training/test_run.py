@@ -431,6 +431,17 @@ def test_what_is_shown_says_who_answered_what(folder, capsys, tmp_path):
     assert "held-out accuracy" in after
 
 
+def test_pass_at_k_of_the_last_evaluation_is_in_the_summary(folder, tmp_path, capsys):
+    """Where no step has an evaluation after it, `metrics.jsonl` has none."""
+    at_the_ends = EvaluationConfig(every=0, problems=2, path=str(folder / "task.jsonl"), pass_k=2)
+    summary = train(config(folder, tmp_path / "run", steps=0, evaluation=at_the_ends))
+    chance = summary["pass@2_after"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    printed = capsys.readouterr().out
+    assert f", pass@2 {chance:.3f}\n" in printed.split("held-out accuracy before the first step")[1]
+    assert f"held-out pass@2 {chance:.3f} after\n" in printed
+
+
 # Rewards without a signal: the policy stays as it is, and the run says so.
 
 DECAYING = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, options={"weight_decay": 0.1})

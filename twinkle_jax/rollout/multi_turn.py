@@ -133,14 +133,16 @@ class MultiTurn:
         rewards = np.nan_to_num(returns, nan=0.0)
         return rollout._replace(rewards=rewards, reward_parts=parts, episodes=episodes)
 
-    def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
-        """Score the most probable episode of each prompt.
+    def greedy_rewards(
+        self, params: Params, prompts: PromptBatch, key: jax.Array
+    ) -> np.ndarray[Any, Any]:
+        """Score the most probable episode of each prompt, with the seeds of `sample`.
 
         Raises:
             EnvironmentFailureError: if an environment failed, since its prompt has no score then.
         """
         greedy = self.with_settings(num_samples=1, temperature=0.0)
-        returns, episodes = greedy.play_and_score(params, prompts, jax.random.key(0))
+        returns, episodes = greedy.play_and_score(params, prompts, key)
         check_failures(episodes, 0.0)
         return returns
 

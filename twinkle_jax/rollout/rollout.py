@@ -226,8 +226,13 @@ class RolloutSource(Protocol):
     def score(self, rollout: Rollout) -> Rollout:
         """Compute the reward of each trajectory."""
 
-    def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
-        """Score the most probable trajectory of each prompt."""
+    def greedy_rewards(
+        self, params: Params, prompts: PromptBatch, key: jax.Array
+    ) -> np.ndarray[Any, Any]:
+        """Score the most probable trajectory of each prompt.
+
+        `key` is that of `sample`: environments begin with the same seeds.
+        """
 
 
 def with_advantages(

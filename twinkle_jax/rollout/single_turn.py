@@ -97,10 +97,12 @@ class SingleTurn:
             parts = {name: of_all_rows(values) for name, values in scores.components.items()}
         return rollout._replace(rewards=of_all_rows(scores.rewards), reward_parts=parts)
 
-    def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
+    def greedy_rewards(
+        self, params: Params, prompts: PromptBatch, key: jax.Array
+    ) -> np.ndarray[Any, Any]:
         """Score the most probable completion of each prompt."""
         greedy = self.with_settings(num_samples=1, temperature=0.0)
-        return greedy.complete_and_score(params, prompts, jax.random.key(0)).astype(np.float32)
+        return greedy.complete_and_score(params, prompts, key).astype(np.float32)
 
     def complete_and_score(
         self,

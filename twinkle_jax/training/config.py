@@ -393,7 +393,7 @@ class TrainConfig:
         rollout = self.rollout
         if self.examples is not None and rollout.max_episode_tokens is AUTO:
             rollout = dataclasses.replace(rollout, max_episode_tokens=_LONGEST_EXAMPLE)
-        rollout = rollout.resolved(max_new_tokens=8 if self.model is None else 512)
+        rollout = rollout.resolved(max_new_tokens=automatic_new_tokens(self))
         object.__setattr__(self, "rollout", rollout)
         for name, value in _automatic(self).items():
             part, _, setting = name.rpartition(".")
@@ -499,6 +499,11 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         # The longest row depends on the settings above.
         "update.micro_batch_tokens": lambda: automatic_budget(config),
     }
+
+
+def automatic_new_tokens(config: TrainConfig) -> int:
+    """Return the default of `rollout.max_new_tokens`."""
+    return 8 if config.model is None else 512
 
 
 def automatic_logp_diff(dtype: str, *, overlap: bool) -> float | None:

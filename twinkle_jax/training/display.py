@@ -183,7 +183,8 @@ class Display:
             self.note(f"step {step}/{self._total}  {shown}".rstrip())
         else:
             self._progress.update(self._task, completed=step, shown=shown)
-        results = {x: metrics[f"eval/{x}"] for x in MEASURED if f"eval/{x}" in metrics}
+        evaluated = {name: x for name, x in metrics.items() if name.startswith("eval/")}
+        results = {name.removeprefix("eval/"): x for name, x in evaluated.items()}
         self.held_out(f"after step {step}", results)
         sentences = explain(metrics)
         for name, sentence in sentences.items():
@@ -192,17 +193,21 @@ class Display:
         self._explained = set(sentences)
 
     def held_out(self, when: str, results: Mapping[str, float]) -> None:
-        """Show held-out accuracy, and the mean reward if rewards are not all 0 or 1.
+        """Show held-out accuracy, pass@k, and the mean reward if rewards are not all 0 or 1.
 
         Of examples, show the cross-entropy, in nats a token; of pairs, their loss.
         """
         if "accuracy" in results:
             accuracy, reward = results["accuracy"], results.get("reward")
             graded = "" if reward in (None, accuracy) else f", mean reward {reward:.3f}"
-            self.note(f"held-out accuracy {when}: {accuracy:.3f}{graded}")
+            samples = {name: x for name, x in results.items() if name.startswith("pass@")}
+            chances = "".join(f", {name} {x:.3f}" for name, x in samples.items())
+            self.note(f"held-out accuracy {when}: {accuracy:.3f}{graded}{chances}")
         for name, called in _LOSSES_SHOWN.items():
             if name in results:
-                self.note(f"held-out {called} {when}: {results[name]:.3f}")
+                share = results.get("preference_accuracy")
+                preferred = "" if share is None else f", {share:.3f} preferred"
+                self.note(f"held-out {called} {when}: {results[name]:.3f}{preferred}")
 
     def samples(
         self,
@@ -296,6 +301,9 @@ class Display:
             self.note(f"held-out accuracy {both['accuracy']} {time}")
             if both.get("reward", both["accuracy"]) != both["accuracy"]:
                 self.note(f"held-out mean reward {both['reward']}")
+            for name, chance in summary.items():
+                if name.startswith("pass@"):
+                    self.note(f"held-out {name.removesuffix('_after')} {chance:.3f} after")
         losses = [x for x in _LOSSES_SHOWN if x in both]
         for name in losses:
             self.note(f"held-out {_LOSSES_SHOWN[name]} {both[name]} {time}")

@@ -7,7 +7,13 @@ from typing import NamedTuple
 from twinkle_jax.data.settings import AUTO
 from twinkle_jax.loss import CISPOLoss, DPPOLoss, SAPOLoss, VESPOLoss
 from twinkle_jax.training.by_name import make_estimator
-from twinkle_jax.training.config import TrainConfig, automatic_logp_diff, flat, make_loss
+from twinkle_jax.training.config import (
+    TrainConfig,
+    automatic_logp_diff,
+    automatic_new_tokens,
+    flat,
+    make_loss,
+)
 from twinkle_jax.training.task import has_held_out
 
 
@@ -32,6 +38,11 @@ _CONDITIONS = (
         "rollout.max_turns rollout.history rollout.tool_format rollout.cohorts "
         "rollout.environment_timeout rollout.environment_threads "
         "rollout.max_failed rollout.max_observation",
+    ),
+    _Condition(
+        "a rollout.max_turns above 1",
+        lambda config: config.rollout.max_turns > 1,
+        "update.credit update.discount update.gae_lambda rollout.history",
     ),
     _Condition(
         "an environment, tools or examples",
@@ -170,7 +181,7 @@ _CONDITIONS = (
     _Condition(
         "a task whose problems are completed, such as gsm8k",
         lambda config: config.task != "examples",
-        "reward reward_weights reward_timeout "
+        "reward reward_weights reward_timeout rollout.max_prompt_tokens rollout.max_new_tokens "
         "rollout.slots rollout.repetition_penalty rollout.top_k rollout.top_p rollout.min_p "
         "evaluation.pass_k evaluation.reward evaluation.slots",
     ),
@@ -189,6 +200,7 @@ def check_effects(config: TrainConfig) -> None:
     settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
     automatic = dataclasses.replace(config.rollout, max_episode_tokens=AUTO).resolved()
     defaults["rollout.max_episode_tokens"] = automatic.max_episode_tokens
+    defaults["rollout.max_new_tokens"] = automatic_new_tokens(config)
     limit = automatic_logp_diff(config.dtype, overlap=config.server.overlap)
     defaults["update.max_logp_diff"] = limit
     for condition in _CONDITIONS:

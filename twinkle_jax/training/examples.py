@@ -47,7 +47,9 @@ class ExampleSource:
         """Give no reward, NaN, to each example."""
         return rollout._replace(rewards=np.full(len(rollout.lengths), np.nan, np.float32))
 
-    def greedy_rewards(self, params: Params, prompts: PromptBatch) -> np.ndarray[Any, Any]:
+    def greedy_rewards(
+        self, params: Params, prompts: PromptBatch, key: jax.Array
+    ) -> np.ndarray[Any, Any]:
         """Give no reward, NaN, to each example."""
         return np.full(len(prompts), np.nan, np.float32)
 

@@ -101,8 +101,9 @@ def train(
     Returns:
         What `summary.json` holds: `accuracy_before`, `accuracy_after`, `reward_before`,
         `reward_after`, `cross_entropy_before`, `cross_entropy_after`, `preference_loss_before`,
-        `preference_loss_after`, `steps`, `seconds`, `step_time`, and `interrupted`: whether a
-        signal ended the run early, which then writes no `summary.json`.
+        `preference_loss_after`, `pass@K_after` with `evaluation.pass_k`, `steps`, `seconds`,
+        `step_time`, and `interrupted`: whether a signal ended the run early, which then writes no
+        `summary.json`.
 
     Raises:
         ValueError: if the configuration does not fit the run to resume, or the task; or if
@@ -460,6 +461,7 @@ def finish(
             engine=run.engine, params=params, recipe=run.recipe, check=check,
         )  # fmt: skip
     after = {f"{name}_after": results.get(name) for name in MEASURED}
+    after |= {f"{name}_after": x for name, x in results.items() if name.startswith("pass@")}
     summary = summarize(progress, interrupted=False) | after
     save_policy(run.policy._replace(params=params), directory / "policy")
 

@@ -118,7 +118,8 @@ def collect(
             drawn = drawn._replace(teacher_logps=teacher_logps(recipe, drawn))
         drawn = score_rollout(recipe.source, drawn, check)
         if recipe.estimator.needs_greedy_rewards:
-            drawn = drawn._replace(greedy_rewards=recipe.source.greedy_rewards(params, prompts))
+            rewards = recipe.source.greedy_rewards(params, prompts, rollout_key(key, number))
+            drawn = drawn._replace(greedy_rewards=rewards)
             hosts.together("sampling", check)
         return drawn
 
