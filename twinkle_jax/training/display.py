@@ -381,7 +381,11 @@ _PANELS = (
     _Panel("preference loss", "preference_loss"),
     _Panel("held-out preference loss", "eval/preference_loss", colour=_ORANGE),
     _Panel("share of pairs whose chosen answer has the higher reward", "rewards/accuracies"),
-    _Panel("implicit reward, chosen minus rejected", "rewards/margins"),
+    _Panel(
+        "implicit reward of chosen answers  (band: down to rejected ones)",
+        "rewards/chosen",
+        edges=("rewards/rejected", "rewards/chosen"),
+    ),
     _Panel(
         "tokens of a completion  (band: shortest to longest)",
         "completions/mean_length",
