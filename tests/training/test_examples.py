@@ -38,6 +38,7 @@ from twinkle_jax.training import (
     train,
     train_step,
 )
+from twinkle_jax.training.config import with_steps
 from twinkle_jax.training.examples import check_examples, example_rows
 from twinkle_jax.training.memory import evaluation_memory, fit, update_memory
 from twinkle_jax.training.progress import saved_settings
@@ -312,6 +313,16 @@ def test_fewer_examples_than_a_step_learns_from(files, capsys):
     (files / "few.jsonl").write_text("\n".join(first))
     train(config(files, "few", examples=str(files / "few.jsonl"), steps=0))
     assert "3 examples: a step passes over them 2.67 times" in capsys.readouterr().out
+
+
+def test_a_run_passes_three_times_over_its_examples(files):
+    """Of twelve, eight a step: four steps and a half."""
+    summary = train(config(files, "passes", steps=None, evaluation=EvaluationConfig(every=0)))
+    assert summary["steps"] == 5 and saved_settings(files / "passes")["steps"] == 5
+    halfway = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_steps=0)
+    chosen = with_steps(config(files, "passes", steps=None, optimizer=halfway), 16)
+    assert [chosen.learning_rate(step) for step in (0, 3)] == pytest.approx([1.0, 0.5])
+    assert with_steps(config(files, "passes"), 10**6).steps == 6
 
 
 def test_files_are_looked_for_where_the_run_was_started(files, monkeypatch):

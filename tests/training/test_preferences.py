@@ -11,7 +11,7 @@ from tests.training import small_run
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
 from tests.training.test_hosts import assert_same_metrics
-from twinkle_jax.data import IGNORE, PromptBatch, user_data_get
+from twinkle_jax.data import IGNORE, Batch, PromptBatch, user_data_get
 from twinkle_jax.data.batch import pad_rows
 from twinkle_jax.model import hidden_states, make_mesh, output_logits
 from twinkle_jax.model.decoder.sharding import place_params
@@ -29,6 +29,7 @@ from twinkle_jax.training import (
     evaluation,
     load_policy,
     make_recipe,
+    memory,
     small_policy,
     step,
     train,
@@ -222,6 +223,21 @@ def test_memory_counts_the_reference_policy():
     assert fit(recipe, state, needed, lambda note: None).update.micro_batch_tokens == 64
     with pytest.raises(ValueError, match=r"^update\.micro_batch_tokens: the smallest takes"):
         fit(recipe, state, 1, lambda note: None)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_memory_is_that_of_the_longest_pairs(several, monkeypatch):
+    """Of micro-batches as they are packed."""
+    for module in (step, memory):
+        monkeypatch.setattr(module, "takes_segments", lambda recipe: several)
+    recipe, lengths = learning("dpo", micro_batch_tokens=160), np.full(8, 32, np.int32)
+    batch, expected = memory._longest_micro_batch(recipe)
+    rows = Batch(tokens=np.zeros((8, 32), np.int32), labels=np.zeros((8, 32), np.int32))
+    packed = micro_batches(recipe, rows, np.arange(8, dtype=np.int32), lengths, together=2)
+    largest = max((packing.sources.shape for _, packing in packed), key=np.prod)
+    assert expected.sources.shape == ((2, 64) if several else (4, 32))
+    assert largest[1] == expected.sources.shape[1] and largest[0] <= expected.sources.shape[0]
+    assert batch.tokens.shape == (8, 32)
 
 
 # Runs.

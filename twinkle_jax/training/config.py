@@ -267,7 +267,7 @@ class DistributedConfig:
     connect_timeout: int = at_least(1, default=50)
 
 
-_LONGEST_EXAMPLE = 4096  # tokens, by default
+_LONGEST_EXAMPLE, _PASSES = 4096, 3  # tokens, and passes over examples, by default
 MEASURED = ("accuracy", "reward", "cross_entropy", "preference_loss")
 """What evaluations measure: of problems the first two, of examples or of pairs the last two."""
 _OF_EXAMPLES = (AUTO, "cross_entropy", "CrossEntropyLoss")  # losses; others are of pairs
@@ -342,7 +342,7 @@ class TrainConfig:
             accuracy; or from all demonstrations of the environment, if it has any; 0 for neither.
         output_dir: the directory of the run.
         steps: rollouts, each with its updates; auto: 200 for the built-in policy, 500 for a
-            checkpoint.
+            checkpoint, or three passes over examples.
         seed: of all random numbers.
         dtype: type of activations; trained parameters and moments are float32; auto: bfloat16 for a
             checkpoint on TPUs and on GPUs from compute capability 8.0, else float32.
@@ -491,7 +491,7 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "update.mini_batches": 1 if supervised else 4,
         "update.recompute": "nothing" if small else "auto",
         "mesh.transfers": automatic_transfers(small=small, tensor=config.mesh.tensor),
-        "steps": 200 if small else 500,
+        "steps": AUTO if supervised else 200 if small else 500,  # of examples: when they are read
         "optimizer.learning_rate": 6e-4 if small else of_checkpoint,
         "optimizer.schedule": "linear" if small else "constant",
         "optimizer.warmup_steps": 0 if rises(config.optimizer.schedule) else 10,
@@ -521,6 +521,13 @@ def automatic_transfers(*, small: bool, tensor: int) -> str:
 def automatic_budget(config: TrainConfig) -> int:
     """Return the default tokens of a micro-batch, before memory is considered."""
     return max(16384, config.least_budget)
+
+
+def with_steps(config: TrainConfig, examples: int) -> TrainConfig:
+    """Choose the number of steps by that of the examples, unless it is set."""
+    if config.steps is not AUTO:
+        return config
+    return dataclasses.replace(config, steps=-(-_PASSES * examples // config.rollout.prompts))
 
 
 def with_setting(config: TrainConfig, name: str, value: Any) -> TrainConfig:
@@ -660,7 +667,7 @@ def run_schedule(config: TrainConfig) -> Schedule:
     optimizer = config.optimizer
     return make_schedule(
         optimizer.schedule,
-        steps=max(config.steps - optimizer.warmup_steps, 1),
+        steps=max((config.steps or 0) - optimizer.warmup_steps, 1),  # none before examples are read
         peak=optimizer.learning_rate,
         **optimizer.schedule_options,
     )

@@ -27,6 +27,7 @@ from twinkle_jax.training.config import (
     check_learning_rates,
     from_dict,
     with_choices,
+    with_steps,
 )
 from twinkle_jax.training.display import Display, draw_curves
 from twinkle_jax.training.effects import check_effects
@@ -127,7 +128,6 @@ def train(
     connect(config.distributed)
     mesh = config.mesh
     find_devices(mesh.data, mesh.fsdp, mesh.tensor)  # raises before anything is written
-    check_learning_rates(config)
     try:
         str(directory).encode()
     except UnicodeEncodeError as error:
@@ -136,6 +136,8 @@ def train(
             f"{str(directory)!r}; PYTHONUTF8=1 reads names as UTF-8 whatever the locale"
         ) from error
     task = hosts.agreed("reading the task", lambda: make_task(config, reward))
+    config = with_steps(config, len(task.train))
+    check_learning_rates(config)
     check_same(config, task.train, task.held_out)
     code = code_hashes(config)
     source = _prepare(config, directory)
