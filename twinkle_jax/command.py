@@ -43,7 +43,6 @@ _OPTIONS_ELSEWHERE = {
     "dataset_name": "task",
     "gradient_checkpointing": "update.recompute",
     "kl_coef": "update.kl_beta",
-    "use_kl_in_reward": "update.kl_in",
     "kl_loss_coef": "update.kl_beta",
     "loss_agg_mode": "update.loss",
     "loss_type": "update.loss",
@@ -53,6 +52,7 @@ _OPTIONS_ELSEWHERE = {
     "model_name_or_path": "model",
     "num_generations": "rollout.num_samples",
     "num_iterations": "update.epochs",
+    "off_policy_mask_threshold": "update.loss_options",
     "per_device_train_batch_size": "rollout.prompts",
     "ppo_epochs": "update.epochs",
     "ppo_mini_batch_size": "update.mini_batches",
@@ -60,7 +60,9 @@ _OPTIONS_ELSEWHERE = {
     "save_steps": "logging.checkpoint_every",
     "scale_rewards": "update.scale",
     "steps_per_generation": "update.mini_batches",
+    "top_entropy_quantile": "update.top_entropy",
     "train_batch_size": "rollout.prompts",
+    "use_kl_in_reward": "update.kl_in",
 }
 _SECTIONS = {"evaluation": EvaluationConfig, "rollout": RolloutConfig}  # that `evaluate` fills in
 # Of `evaluate`, with the names that they have in `RolloutConfig`.

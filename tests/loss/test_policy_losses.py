@@ -438,6 +438,44 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage(cls):
     assert float(loss) == pytest.approx(3 / divisor)
 
 
+@pytest.mark.parametrize(
+    "cls",
+    [
+        x if x is GRPOLoss else pytest.param(x, marks=pytest.mark.slow)
+        for x in LOSSES.values()
+        if issubclass(x, PolicyLoss)
+    ],
+)
+@pytest.mark.parametrize("of_sampler", [False, True])
+def test_sequences_that_the_policy_has_left_have_no_advantage(cls, of_sampler):
+    """If theirs is negative; but they count where the loss divides."""
+    batch = random_batch(7, rows=12, spread=0.6)
+    inputs, drawn = {"labels": np.where(batch.mask, 7, -100)}, batch.old
+    rows = {"old_logps": batch.old, "ref_logps": batch.ref}
+    if of_sampler:  # whose log-probabilities decide, not the trainer's
+        drawn = batch.old + np.float32(0.5) * np.sign(batch.ref - batch.old)
+        rows["sampler_logps"] = drawn
+    length = np.maximum(batch.mask.sum(axis=1), 1)
+    distance = np.where(batch.mask, drawn - batch.logprobs, 0).sum(axis=1) / length
+    delta = float(np.median(distance))
+    left = (batch.advantages < 0) & (distance > delta)
+    assert 0 < left.sum() < len(left)
+
+    def value_and_gradient(advantages, **options):
+        def loss(logps):
+            outputs = {"logps": logps}
+            return cls(beta=0.1, **options)(inputs, outputs, advantages=advantages, **rows).loss
+
+        return jax.jit(jax.value_and_grad(loss))(batch.logprobs)
+
+    found = value_and_gradient(batch.advantages, off_policy_delta=delta)
+    expected = value_and_gradient(np.where(left, 0, batch.advantages))
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+    free = value_and_gradient(batch.advantages)[1]
+    assert np.abs(found[1] - free).max() > 0.01 * np.abs(free).max()
+
+
 def test_cispo_has_no_second_bound():
     with pytest.raises(ValueError, match=r"^dual_clip must"):
         CISPOLoss(dual_clip=3.0)

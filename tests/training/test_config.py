@@ -10,6 +10,7 @@ import pytest
 
 from tests.training.options import config_of
 from twinkle_jax.loss import (
+    LOSSES,
     CISPOLoss,
     DRGRPOLoss,
     GRPOLoss,
@@ -499,9 +500,17 @@ def test_a_loss_gets_its_own_options():
     longer = {"max_completion_length": 4096}
     assert loss_of(loss="dr_grpo", loss_options=longer) == DRGRPOLoss(max_completion_length=4096)
     assert loss_of(loss_options={"dual_clip": None}) == GRPOLoss()
+    assert loss_of(loss_options={"off_policy_delta": 0.1}) == GRPOLoss(off_policy_delta=0.1)
+    assert loss_of(loss_options={"off_policy_delta": None}) == GRPOLoss()
+    with pytest.raises(ValueError, match=r"^update\.loss_options: off_policy_delta .* above 0"):
+        loss_of(loss_options={"off_policy_delta": 0})
 
 
-def test_a_loss_of_ones_own_may_have_a_dual_clip_without_an_upper_range():
+def test_a_loss_of_ones_own_may_have_a_dual_clip_without_an_upper_range(monkeypatch):
+    mine = dict(LOSSES)
+    for module in ("loss.loss_object", "training.config"):
+        monkeypatch.setattr(f"twinkle_jax.{module}.LOSSES", mine)
+
     class Symmetric(PolicyLoss, name="symmetric_with_dual_clip"):
         def __init__(self, epsilon=0.2, beta=0.0, *, dual_clip=None):
             self.epsilon, self.beta, self.dual_clip = epsilon, beta, dual_clip

@@ -462,6 +462,25 @@ def test_penalties_that_cannot_be_in_rewards_are_refused(options, argument):
     assert TrainConfig(update=UpdateConfig(kl_in="reward")).update.advantage == "grpo"
 
 
+@pytest.mark.slow
+def test_only_tokens_of_high_entropy_have_an_advantage():
+    """A quarter of all of the step; the others still count where the loss divides."""
+    drawn, made = sampled(), recipe(top_entropy=0.25, micro_batch_tokens=70)
+    state, metrics = take_step(made, drawn, rate=0.1)
+    batch = drawn.batch
+    kept = np.asarray(batch.labels != -100)
+    entropies = score_batch(POLICY.params, batch, POLICY.config, with_entropy=True).entropies
+    highest = np.sort(np.asarray(entropies)[kept])[::-1]
+    learned = kept & (np.asarray(entropies) >= highest[(kept.sum() - 1) // 4])
+    assert 0 < learned.sum() < kept.sum() / 3
+    some = drawn._replace(batch=batch._replace(advantages=jnp.where(learned, batch.advantages, 0)))
+    expected, whole = take_step(recipe(), some, rate=0.1)
+    for x, y in zip(*map(jax.tree.leaves, (expected.params, state.params)), strict=True):
+        np.testing.assert_allclose(y, x, atol=1e-6)
+    assert metrics["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    assert metrics["sampling/logp_diff/mean"] < 1e-5
+
+
 def test_a_reward_is_told_what_is_right_for_each_completion():
     asked = []
 

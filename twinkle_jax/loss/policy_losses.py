@@ -20,7 +20,12 @@ from twinkle_jax.loss.loss_object import (
     read_labels,
     refuse_unknown,
 )
-from twinkle_jax.loss.off_policy import Correction, binary_kl_mask, total_variation_mask
+from twinkle_jax.loss.off_policy import (
+    Correction,
+    binary_kl_mask,
+    off_policy_sequence_mask,
+    total_variation_mask,
+)
 from twinkle_jax.loss.penalties import entropy_bonus, kl_k3
 from twinkle_jax.loss.per_token import (
     Coefficient,
@@ -58,6 +63,9 @@ class PolicyLoss(Loss):
         correction: weights the loss per token, as an `ImportanceCorrection` does, for a sampler
             whose log-probabilities differ from the trainer's; None for no correction. Divergence
             and entropy bonus are not weighted.
+        off_policy_delta: sequences with a negative advantage are left out if the policy is further
+            than this, in nats per token, from the one that drew them (`off_policy_sequence_mask`),
+            by `sampler_logps` if there are some. They count in the reduction. None: no limit.
         dual_clip: the loss of a token with a negative advantage is at most this times the size of
             the advantage; None: no limit.
     """
@@ -68,6 +76,7 @@ class PolicyLoss(Loss):
     entropy_coef: Coefficient
     ignore_index: int
     correction: Correction | None = None
+    off_policy_delta: Coefficient | None = None
     dual_clip: Coefficient | None = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -147,7 +156,7 @@ class PolicyLoss(Loss):
                 positions. None means on policy: every ratio is 1.
             ref_logps: the same under a reference policy. Without them `beta` has no effect.
             sampler_logps: the same as the sampler reported them, where `old_logps` are the
-                trainer's (or None). The `correction` needs them; without one they have no effect.
+                trainer's (or None), for `correction`, which needs them, and `off_policy_delta`.
             advantages: one per sequence, or one per token in the forms of `old_logps`. None gives
                 a loss of 0 without gradient.
             denominator: for gradient accumulation, what the reduction divides by in the whole
@@ -187,6 +196,12 @@ class PolicyLoss(Loss):
                 raise TypeError("sampler_logps must be given to a loss with a correction, got None")
             sampler = read("sampler_logps", sampler_logps)
             losses *= jax.lax.stop_gradient(self.correction(behaviour, sampler, mask))
+        if self.off_policy_delta is not None:
+            drawn = behaviour if sampler_logps is None else read("sampler_logps", sampler_logps)
+            kept = off_policy_sequence_mask(
+                logprobs, drawn, token_advantages, mask, delta=self.off_policy_delta
+            )
+            losses = jnp.where(kept, losses, 0)
         if reference is not None and not _is_zero(self.beta):
             losses += jnp.asarray(self.beta, losses.dtype) * kl_k3(logprobs, reference, mask)
         if entropies is not None and not _is_zero(self.entropy_coef):
@@ -230,6 +245,7 @@ class GRPOLoss(PolicyLoss, name="grpo"):
     entropy_coef: Coefficient = 0.0
     ignore_index: int = -100
     correction: Correction | None = field(default=None, kw_only=True)
+    off_policy_delta: Coefficient | None = field(default=None, kw_only=True)
     dual_clip: Coefficient | None = field(default=None, kw_only=True)
 
 
@@ -462,6 +478,7 @@ class DRGRPOLoss(PolicyLoss, name="dr_grpo"):
     epsilon_high: Coefficient | None = field(default=None, kw_only=True)
     entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
+    off_policy_delta: Coefficient | None = field(default=None, kw_only=True)
     dual_clip: Coefficient | None = field(default=None, kw_only=True)
 
     def reduce(
@@ -500,6 +517,7 @@ class SAPOLoss(PolicyLoss, name="sapo"):
     epsilon_high: Coefficient | None = field(default=None, kw_only=True)
     entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
+    off_policy_delta: Coefficient | None = field(default=None, kw_only=True)
 
     def per_token(
         self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
@@ -553,6 +571,7 @@ class DPPOLoss(PolicyLoss, name="dppo"):
     entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     ignore_index: int = field(default=-100, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
+    off_policy_delta: Coefficient | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_name("divergence", self.divergence, _DIVERGENCES)
@@ -620,6 +639,7 @@ class VESPOLoss(PolicyLoss, name="vespo"):
     entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     ignore_index: int = field(default=-100, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
+    off_policy_delta: Coefficient | None = field(default=None, kw_only=True)
 
     def per_token(
         self, log_ratio: PerToken, logprobs: PerToken, advantages: PerToken, mask: Mask
@@ -696,6 +716,7 @@ class PPOLoss(PolicyLoss, name="ppo"):
     entropy_coef: Coefficient = field(default=0.0, kw_only=True)
     ignore_index: int = field(default=-100, kw_only=True)
     correction: Correction | None = field(default=None, kw_only=True)
+    off_policy_delta: Coefficient | None = field(default=None, kw_only=True)
     dual_clip: Coefficient | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:

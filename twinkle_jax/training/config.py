@@ -76,8 +76,8 @@ class UpdateConfig:
         loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, luspo, gmpo, sapo, dppo,
             vespo or ppo; with examples cross_entropy, or of pairs of answers dpo, simpo, cpo or
             orpo; auto: grpo, or cross_entropy with examples.
-        loss_options: hyper-parameters of the loss, such as entropy_coef, dual_clip, tau_neg of
-            sapo, delta of dppo, and beta and label_smoothing of dpo.
+        loss_options: hyper-parameters of the loss, such as entropy_coef, dual_clip,
+            off_policy_delta, tau_neg of sapo, delta of dppo, and beta and label_smoothing of dpo.
         epsilon: how far a ratio may fall below 1.
         epsilon_high: how far a ratio may rise above 1; none: as far as it may fall, or 0.28 for
             dapo.
@@ -93,6 +93,8 @@ class UpdateConfig:
             replaces part of the later rewards by the group's mean return (GAE over turns).
         mask_truncated: exclude completions that reached a limit of tokens, and episodes that
             reached one of tokens or turns, from statistics and loss.
+        top_entropy: share of a step's tokens that have an advantage, those at which the policy has
+            the highest entropy before the step's updates. Below 1 takes one more scoring pass.
         dynamic_sampling: the most rollouts that a step samples until enough prompts have rewards
             that differ (DAPO); 1 trains on the first as it is.
         epochs: passes over each rollout.
@@ -133,6 +135,7 @@ class UpdateConfig:
     discount: float = share(default=1.0)
     gae_lambda: float = share(default=1.0)
     mask_truncated: bool = False
+    top_entropy: float = share(default=1.0)
     dynamic_sampling: int = at_least(1, default=1)
     epochs: int = at_least(1, default=1)
     mini_batches: int = at_least(1, default=AUTO)
@@ -624,7 +627,7 @@ def _check_loss_options(update: UpdateConfig, kind: type[Loss]) -> None:
     elsewhere = _NOT_SET | (_SET_BY_NAME if issubclass(kind, PolicyLoss) else set())
     check_options(update.loss, update.loss_options, defaults.keys() - elsewhere)
     for name, value in update.loss_options.items():
-        if name == "dual_clip" and value is None:
+        if name in ("dual_clip", "off_policy_delta") and value is None:
             continue
         if isinstance(defaults[name], bool) and not isinstance(value, bool):
             raise ValueError(f"{name} must be true or false, got {value!r}")
@@ -632,6 +635,8 @@ def _check_loss_options(update: UpdateConfig, kind: type[Loss]) -> None:
         if name == "dual_clip":
             by_default = defaults.get("epsilon_high") or update.epsilon
             least = 1 + (by_default if update.epsilon_high is None else update.epsilon_high)
+        elif name == "off_policy_delta":
+            least = 0.0
         elif isinstance(defaults[name], bool) or not isinstance(defaults[name], int | float):
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -154,8 +154,8 @@ _CONDITIONS = (
         "sampled completions, which examples replace",
         lambda config: config.examples is None,
         "rollout.num_samples rollout.temperature update.advantage_options update.scale "
-        "update.epsilon update.epsilon_high update.kl_beta "
-        "update.mask_truncated update.dynamic_sampling update.correction update.correction_cap "
+        "update.epsilon update.epsilon_high update.kl_beta update.mask_truncated "
+        "update.top_entropy update.dynamic_sampling update.correction update.correction_cap "
         "update.replay_routing update.on_mismatch update.max_logp_diff update.max_outside_band",
     ),
     _Condition(

@@ -16,7 +16,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from twinkle_jax.advantage import turn_returns
 from twinkle_jax.data import IGNORE, Batch, PromptBatch
 from twinkle_jax.data.batch import batch_width
-from twinkle_jax.loss import CrossEntropyLoss, Loss, SamplerMismatch, sampler_mismatch
+from twinkle_jax.loss import (
+    CrossEntropyLoss,
+    Loss,
+    SamplerMismatch,
+    sampler_mismatch,
+    top_entropy_mask,
+)
 from twinkle_jax.model import DecoderConfig, Params, Remat, default_attention
 from twinkle_jax.model.decoder.lora import RATE, walk
 from twinkle_jax.model.decoder.sharding import ROWS
@@ -336,6 +342,16 @@ def _mean_over_tokens(values: Float[Array, "rows time"], batch: Batch) -> Float[
     return jnp.sum(jnp.where(kept, values, 0), axis=1) / count
 
 
+@jax.jit
+def _at_high_entropy(
+    batch: Batch, entropies: Float[Array, "rows time"], share: Float[Array, ""]
+) -> Batch:
+    """Set advantages to 0 but at a share of the tokens, so that the others still count in means."""
+    assert batch.advantages is not None
+    kept = top_entropy_mask(entropies, batch.labels != IGNORE, fraction=share)
+    return batch._replace(advantages=jnp.where(kept, batch.advantages, 0))
+
+
 class SamplerMismatchError(hosts.SharedError):
     """The sampler's log-probabilities differ too much from the trainer's.
 
@@ -367,7 +383,8 @@ def train_step(
         seed: of the order of mini-batches.
         compare_all: whether to compare the sampler's log-probabilities with the trainer's for all
             completions, which takes an extra pass, or only for those of the first update. With
-            dropout, a correction or recorded experts there is that pass anyway, without dropout.
+            dropout, a correction, recorded experts or `top_entropy` there is that pass anyway,
+            without dropout.
 
     Returns:
         The new state, and the step's metrics.
@@ -386,10 +403,14 @@ def train_step(
     mismatch = None
     corrected, recorded = update.correction != "none", update.replay_routing == "trainer"
     noisy = _dropout_key(recipe) is not None  # updates compute with dropout
-    several = compare_all and update.mini_batches > 1
-    if sampled and (corrected or recorded or noisy or several):
-        scores = score(recipe, state.params, batch, lengths, with_routing=recorded)
+    several, selective = compare_all and update.mini_batches > 1, update.top_entropy < 1
+    if sampled and (corrected or recorded or noisy or several or selective):
+        scores = score(
+            recipe, state.params, batch, lengths, with_routing=recorded, with_entropy=selective
+        )
         mismatch = compare(scores.logps, batch)
+        if scores.entropies is not None:
+            batch = _at_high_entropy(batch, scores.entropies, update.top_entropy)
         if corrected:  # policy ratios use trainer log-probabilities only; the loss weighs tokens
             batch = batch._replace(old_logps=scores.logps, sampler_logps=batch.old_logps)
         if recorded:
@@ -532,8 +553,9 @@ def score(
     row_lengths: IntRows,
     *,
     with_routing: bool = False,
+    with_entropy: bool = False,
 ) -> Scores:
-    """Score a batch's labels, packed as updates are, and record the experts if asked to."""
+    """Score a batch's labels, packed as updates are; and record experts and entropies if asked."""
 
     def widen(values: Array) -> Array:
         missing = batch.tokens.shape[1] - values.shape[1]
@@ -555,6 +577,7 @@ def score(
                 transfers=recipe.config.mesh.transfers,
                 packing=packing,
                 with_routing=with_routing,
+                with_entropy=with_entropy,
             )
             for part, packing in micro_batches(recipe, batch, rows, row_lengths)
         )
