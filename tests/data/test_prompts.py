@@ -265,6 +265,26 @@ def test_forms_of_pairs(tmp_path):
     assert pair["messages"][0] == dict(pair["user_data"])["rejected"][0] == system
 
 
+def test_pairs_in_parquet_files(tmp_path):
+    """In which each column has keys of its own, which are None where a message lacks them."""
+    pyarrow = pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    calls = [
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+        for arguments in ({"x": 1}, {"y": 2})
+    ]
+    rejected = [_USER, {**_TURN, "content": "c"}]
+    pairs = [{"chosen": [_USER, call], "rejected": rejected} for call in calls]
+    for prompt in ({}, {"prompt": "a"}, {"prompt": [_USER]}):
+        table = pyarrow.Table.from_pylist([prompt | pair for pair in pairs])
+        parquet.write_table(table, tmp_path / "data.parquet")
+        for found, call in zip(read_preferences(tmp_path / "data.parquet"), calls, strict=True):
+            assert len(found["messages"]) == 2
+            assert found["messages"][1]["tool_calls"] == call["tool_calls"]
+            assert dict(found["user_data"])["rejected"][1:] == rejected[1:]
+
+
+_SYSTEM, _USER = {"role": "system", "content": "s"}, {"role": "user", "content": "a"}
 _TURN = {"role": "assistant", "content": "b"}
 
 
@@ -285,6 +305,23 @@ _TURN = {"role": "assistant", "content": "b"}
                 "chosen": [{"role": "user", "content": "a"}, _TURN],
                 "rejected": [{"role": "user", "content": "a"}, {**_TURN, "content": "c"}],
             },
+            "begin with the 'prompt'",
+        ),
+        (
+            {
+                "prompt": "a",
+                "chosen": [{"role": "user", "content": "other"}, _TURN],
+                "rejected": [{"role": "user", "content": "a"}, _TURN],
+            },
+            "begin with the 'prompt'",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": [_USER, _TURN]}, "begin with the 'prompt'"),
+        (
+            {"prompt": [_SYSTEM, _USER], "chosen": [_USER, _TURN], "rejected": [_USER, _TURN]},
+            "begin with the 'prompt'",
+        ),
+        (
+            {"prompt": [_SYSTEM], "chosen": [_SYSTEM, _TURN], "rejected": [_TURN]},
             "begin with the 'prompt'",
         ),
     ],

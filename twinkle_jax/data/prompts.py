@@ -449,27 +449,42 @@ def _read_pair(where: str, record: dict[str, Any]) -> tuple[list[Message], list[
                 f"begin with it, which are texts or lists of messages, got {_keys(record)}"
             )
         _check_messages(where, part, calls=True)
-    shared = 0
-    while shared < min(map(len, answers)) - 1 and answers[0][shared] == answers[1][shared]:
-        shared += 1
-    beginning = answers[0][:shared]
-    repeated = prompt is None or beginning[: len(prompt)] == prompt
-    if isinstance(text, str) and beginning and beginning[0]["role"] != "assistant":
-        repeated = text in [message["content"] for message in beginning]  # after the system's
-        if not repeated:
-            raise ValueError(
-                f"{where} must have conversations that begin with the 'prompt', or answers to it, "
-                f"got {_keys(record)}"
-            )
-    if repeated:
-        prompt, answers = beginning, [answer[shared:] for answer in answers]
-    if not prompt:
-        raise ValueError(f"{where} must have a 'prompt', got {_keys(record)}")
     for answer in answers:
         if answer[-1]["role"] != "assistant":
             raise ValueError(f"{where} must end with the assistant's turn, got {answer[-1]!r:.80}")
+    shared = 0
+    while shared < min(map(len, answers)) - 1 and _are_same(*(x[shared] for x in answers)):
+        shared += 1
+    beginning = answers[0][:shared]
+    if isinstance(text, str):
+        begins = bool(beginning) and beginning[0]["role"] != "assistant"
+        repeated = begins and text in [x["content"] for x in beginning]  # after the system's
+    else:
+        asked = prompt or []
+        repeated = len(asked) <= shared and all(map(_are_same, asked, beginning))
+    if repeated:
+        prompt, answers = beginning, [answer[shared:] for answer in answers]
+    elif any(_is_asked_again(prompt, answer) for answer in answers):
+        raise ValueError(
+            f"{where} must have conversations that begin with the 'prompt', or answers to it, "
+            f"got {_keys(record)}"
+        )
+    if not prompt:
+        raise ValueError(f"{where} must have a 'prompt', got {_keys(record)}")
     chosen, rejected = ([*_not_learned(prompt), *answer] for answer in answers)
     return chosen, rejected
+
+
+def _are_same(a: Message, b: Message) -> bool:
+    """Compare messages; in Parquet each column has its own keys, and None for what is missing."""
+    x, y = ({k: value for k, value in m.items() if value is not None} for m in (a, b))
+    return x == y
+
+
+def _is_asked_again(prompt: list[Message], answer: list[Message]) -> bool:
+    """Whether an answer begins with another prompt, rather than with a turn that may follow it."""
+    first = answer[0]["role"]
+    return first == "system" or first == prompt[-1]["role"] == "user"
 
 
 def _read_tools(column: Any) -> list[Tool]:

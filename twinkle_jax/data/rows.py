@@ -27,6 +27,7 @@ _CELL_TYPES: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile("true|false", re.IGNORECASE), lambda cell: cell.lower() == "true"),
 )
 _KINDS = {".csv": "csv", ".parquet": "parquet", ".pq": "parquet"}
+_CONVERSATIONS = ("messages", "prompt", "completion", "chosen", "rejected")  # columns
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
@@ -356,7 +357,7 @@ def parquet_row(row: Row) -> Row:
     for name, value in row.items():
         if name == "tools":
             tidied[name] = _without_none(value)
-        elif name in ("messages", "prompt", "completion") and isinstance(value, list):
+        elif name in _CONVERSATIONS and isinstance(value, list):
             tidied[name] = [
                 {key: _without_none(x) for key, x in message.items()}
                 if isinstance(message, dict)
