@@ -62,6 +62,7 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"teacher.model": "t", "update.dynamic_sampling": 4},
     {"teacher.model": "t", "update.advantage": "opo"},
     {"teacher.model": "t", "update.scale": "batch"},
+    {"model": "m", "teacher.model": "t", "update.kl_beta": 0.1, "update.kl_in": "reward"},
     {"teacher.model": "t", "reward": ["exact", "math"], "reward_weights": [1.0, 2.0]},
     {"environment": "x.py:X", "teacher.model": "t", "update.discount": 0.9},
     {"model": "m", "task": "x.jsonl", "update.kl_in": "reward"},

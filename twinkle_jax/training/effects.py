@@ -143,7 +143,7 @@ _CONDITIONS = (
         "a teacher.reward_weight above 0, or no teacher",
         lambda config: config.compares_rewards,
         "update.advantage_options update.scale update.credit update.discount update.gae_lambda "
-        "update.dynamic_sampling reward_weights",
+        "update.dynamic_sampling update.kl_in reward_weights",
     ),
     _Condition(
         "a teacher.reward_weight above 0, or no teacher",
