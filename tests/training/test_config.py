@@ -163,6 +163,10 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
             ("pkpo", {"k": 0}),
             ("pkpo", {"k": 2, "baseline": "x"}),
             ("grpo", {"epsilon": None}),
+            ("grpo", {"epsilon": -1.0}),  # below the deviation it turns the sign of advantages
+            ("dgpo", {"epsilon": NAN}),
+            ("reinforce_plus_plus", {"gamma": 1.5}),
+            ("reinforce_plus_plus", {"gamma": NAN}),
             ("reinforce_plus_plus", {"gamma": "x"}),
         ]
     ),

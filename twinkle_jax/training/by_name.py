@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -138,6 +139,10 @@ class Estimator(NamedTuple):
             )
 
         jax.eval_shape(of_one_prompt)
+        for name, most in (("epsilon", sys.float_info.max), ("gamma", 1.0)):
+            if not 0 <= self.options.get(name, 0) <= most:
+                which = "finite and at least 0" if name == "epsilon" else "from 0 to 1"
+                raise ValueError(f"{name} must be {which}, got {self.options[name]}")
         compares_subsets = isinstance(self.function, PassAtKAdvantage | PKPOAdvantage)
         less_the_mean = self.options.get("baseline", "mean") == "mean"
         if compares_subsets and less_the_mean and self.options["k"] == num_samples:
@@ -163,7 +168,7 @@ def make_estimator(name: str, options: Mapping[str, Any]) -> Estimator:
     """
     if name == _REINFORCE:
         check_options(f"advantage {name}", options, {"gamma"})
-        return Estimator(ReinforcePlusPlusAdvantage(**options))
+        return Estimator(ReinforcePlusPlusAdvantage(**options), dict(options))
     if name not in ESTIMATORS:
         known = ", ".join(sorted([*ESTIMATORS, _REINFORCE]))
         raise ValueError(f"advantage must be one of {known}, got {name!r}")
