@@ -103,7 +103,7 @@ def _train(options: Any) -> int:
 
 def resumed_settings(options: Any) -> dict[str, Any]:
     """Read the settings of the run to resume; empty for a new run."""
-    from twinkle_jax.training.progress import run_to_resume, saved_settings
+    from twinkle_jax.training.run_directory import run_to_resume, saved_settings
 
     source = run_to_resume(options.resume, Path(options.output_dir).expanduser())
     if source is None:
@@ -150,7 +150,7 @@ def evaluation_settings(options: Any) -> dict[str, Any]:
 
 def _run_config(model: str) -> TrainConfig | None:
     """Read the settings of a run, but for where it ran; None for a checkpoint."""
-    from twinkle_jax.training.progress import holds_run, saved_settings
+    from twinkle_jax.training.run_directory import holds_run, saved_settings
 
     run = Path(model).expanduser()
     if not holds_run(run):
@@ -191,7 +191,7 @@ def _add_environment(parser: Any) -> None:
 def _read_policy(path: str) -> Any:
     from twinkle_jax.training import load_policy
     from twinkle_jax.training.checkpoint import RunCheckpoints
-    from twinkle_jax.training.progress import holds_run, read_summary
+    from twinkle_jax.training.run_directory import holds_run, read_summary
 
     run = Path(path).expanduser()
     trained = run / "policy"

@@ -1,4 +1,4 @@
-"""Configurations: what is filled in, what is refused, what a resumed run may change."""
+"""Configurations: what is filled in, and what is refused."""
 
 import dataclasses
 import json
@@ -22,7 +22,6 @@ from twinkle_jax.loss import (
 )
 from twinkle_jax.rollout import RolloutConfig
 from twinkle_jax.training import (
-    LoraSettings,
     OptimizerConfig,
     TrainConfig,
     UpdateConfig,
@@ -31,12 +30,10 @@ from twinkle_jax.training import (
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.config import (
     check_learning_rates,
-    check_resumable,
     flat,
     from_dict,
     make_loss,
     run_optimizer,
-    with_choices,
 )
 
 
@@ -362,124 +359,6 @@ def test_the_learning_rate_falls_as_in_transformers(name):
         (rate,) = scheduler.get_last_lr()
         # Theirs rises from 0, which is an update of nothing: ours is a step ahead until the peak.
         assert config.learning_rate(step if step >= 4 else step - 1) == pytest.approx(rate)
-
-
-@pytest.mark.parametrize(
-    ("changed", "name"),
-    [
-        (TrainConfig(seed=1), "seed"),
-        (TrainConfig(level=3), "level"),
-        (TrainConfig(rollout=RolloutConfig(prompts=64)), "rollout.prompts"),
-        (TrainConfig(optimizer=OptimizerConfig(options={"b2": 0.95})), "optimizer.options"),
-        (TrainConfig(lora=LoraSettings(rank=4)), "lora.rank"),
-    ],
-)
-def test_a_resumed_run_must_be_the_same_run(changed, name):
-    with pytest.raises(ValueError, match=f"^{re.escape(name)}"):
-        check_resumable(as_saved(TrainConfig()), changed)
-
-
-CONSTANT = TrainConfig(optimizer=OptimizerConfig(schedule="constant"))
-MAY_CHANGE = {"steps", "output_dir", "resume", "overwrite", "reward_timeout"}
-MAY_CHANGE |= {"rollout.slots", "rollout.cohorts", "rollout.max_failed"}
-MAY_CHANGE |= {"rollout.max_prompt_tokens"}  # a run that met a longer prompt goes on
-MAY_CHANGE |= {"rollout.environment_timeout", "rollout.environment_threads"}
-MAY_CHANGE |= {"rollout.process_megabytes", "update.on_mismatch"}
-MAY_CHANGE |= {"update.max_logp_diff", "update.max_outside_band"}
-MAY_CHANGE |= {f"teacher.{x}" for x in ("url", "served_name", "timeout", "patience")}
-SECTIONS = {"logging", "evaluation", "mesh", "distributed", "server"}
-
-
-def resumes_with_another(name, config):
-    """Whether a run resumes that was saved with another value of a setting."""
-    saved = as_saved(config)
-    section, _, setting = name.rpartition(".")
-    (saved[section] if section else saved)[setting] = "another"
-    try:
-        check_resumable(saved, config)
-    except ValueError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("config", [TrainConfig(), CONSTANT], ids=["linear", "constant"])
-def test_a_resumed_run_may_change_only_what_no_finished_step_depends_on(config):
-    """Where it runs, how long it waits, what it logs; steps, unless the schedule counts them."""
-    names = flat(as_saved(config))
-    changeable = {name for name in names if resumes_with_another(name, config)}
-    allowed = MAY_CHANGE | {name for name in names if name.split(".")[0] in SECTIONS}
-    assert changeable == (allowed if config is CONSTANT else allowed - {"steps"})
-    if config is not CONSTANT:
-        with pytest.raises(ValueError, match=r"steps must be 3 .*schedule=linear depends on it"):
-            check_resumable(as_saved(config) | {"steps": 3}, config)
-
-
-def test_a_resumed_run_may_have_longer_prompts():
-    """The longest episode, which is derived from them, stays what it was."""
-    longer = TrainConfig(rollout=RolloutConfig(max_prompt_tokens=2048))
-    saved = as_saved(TrainConfig())
-    resumed = with_choices(longer, saved)
-    check_resumable(saved, resumed)
-    assert resumed.rollout.max_prompt_tokens == 2048
-    asked = TrainConfig(rollout=RolloutConfig(max_episode_tokens=3000))
-    with pytest.raises(ValueError, match=r"^rollout\.max_episode_tokens"):
-        check_resumable(saved, with_choices(asked, saved))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {
-            "optimizer.schedule": "piecewise_constant_schedule",
-            "optimizer.schedule_options": {"boundaries_and_scales": {100: 0.1}},
-        },
-        {"lora.rank": 4, "lora.target_modules": ("q_proj", "v_proj")},
-    ],
-)
-def test_settings_that_json_has_another_type_for_are_the_same(options):
-    config = config_of(options)
-    check_resumable(as_saved(config), config)
-
-
-def test_a_file_may_be_named_in_several_ways(tmp_path, monkeypatch):
-    """By a path relative to the directory that the run was started in, or that it resumes in."""
-    names = {"model": "m", "task": "gsm8k:gsm8k", "reward": ["exact", "r.py:f"], "tools": "t.py"}
-    saved = as_saved(TrainConfig(**names))
-    monkeypatch.chdir(tmp_path)
-    started_in = str(tmp_path / "there")
-    absolute = {
-        "model": f"{started_in}/m",
-        "task": f"gsm8k:{started_in}/gsm8k",
-        "reward": ["exact", f"{started_in}/r.py:f"],
-        "tools": "there/t.py",
-    }
-    check_resumable(saved, TrainConfig(**absolute), started_in)
-    for name, value in absolute.items():
-        with pytest.raises(ValueError, match=f"^{name} must be"):
-            check_resumable(saved, TrainConfig(**names | {name: value}), str(tmp_path / "other"))
-
-
-def test_a_resumed_run_keeps_the_type_that_was_chosen():
-    saved = as_saved(TrainConfig(model="somewhere", task="x.jsonl", dtype="bfloat16"))
-    automatic = TrainConfig(model="somewhere", task="x.jsonl")
-    resumed = with_choices(automatic, saved)
-    check_resumable(saved, resumed)
-    assert (resumed.dtype, resumed.update.max_logp_diff) == ("bfloat16", 0.2)
-    other = dataclasses.replace(automatic, dtype="float32")
-    with pytest.raises(ValueError, match=r"^dtype"):
-        check_resumable(saved, with_choices(other, saved))
-
-
-def test_a_setting_of_another_version_must_not_get_lost():
-    saved = as_saved(CONSTANT)
-    check_resumable(saved | {"logging": saved["logging"] | {"removed": 1}}, CONSTANT)
-    for name, unknown in (
-        ("removed", {"removed": 1}),
-        ("update.removed", {"update": saved["update"] | {"removed": 1}}),
-        ("removed.setting", {"removed": {"setting": 1}}),
-    ):
-        with pytest.raises(ValueError, match=f"^{name} must"):
-            check_resumable(saved | unknown, CONSTANT)
 
 
 def loss_of(**changes):

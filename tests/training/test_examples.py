@@ -41,7 +41,7 @@ from twinkle_jax.training import (
 from twinkle_jax.training.config import with_steps
 from twinkle_jax.training.examples import check_examples, example_rows
 from twinkle_jax.training.memory import evaluation_memory, fit, update_memory
-from twinkle_jax.training.progress import saved_settings
+from twinkle_jax.training.run_directory import saved_settings
 from twinkle_jax.training.task import make_task
 
 POLICY = small_policy(0)

@@ -22,7 +22,7 @@ from twinkle_jax.training import (
     small_policy,
     train,
 )
-from twinkle_jax.training.config import automatic_budget, with_choices
+from twinkle_jax.training.config import automatic_budget
 from twinkle_jax.training.memory import (
     device_memory,
     evaluation_memory,
@@ -31,6 +31,7 @@ from twinkle_jax.training.memory import (
     rollout_memory,
     update_memory,
 )
+from twinkle_jax.training.run_directory import with_choices
 from twinkle_jax.training.state import find_devices
 
 POLICY = small_policy(0)

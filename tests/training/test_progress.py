@@ -1,9 +1,7 @@
-"""The state of a run: saved, restored, saved on signals; and the directory of a run."""
+"""The state of a run: saved, restored, and saved on signals."""
 
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import json
 import os
 import signal
@@ -18,18 +16,9 @@ import jax.numpy as jnp
 import pytest
 
 from twinkle_jax.rollout.hosts import InterruptedRunError
-from twinkle_jax.training import EvaluationConfig, LoggingConfig, TrainConfig, progress
+from twinkle_jax.training import EvaluationConfig, TrainConfig, progress
 from twinkle_jax.training.checkpoint import RunCheckpoints
-from twinkle_jax.training.progress import (
-    Interruption,
-    LastStep,
-    Progress,
-    Totals,
-    prepare_directory,
-    restore,
-    save,
-)
-from twinkle_jax.training.tracking import MetricsLog
+from twinkle_jax.training.progress import Interruption, LastStep, Progress, Totals, restore, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -74,77 +63,6 @@ def test_an_accuracy_is_of_the_problems_that_it_was_measured_on(tmp_path):
     for problems, accuracy in (("these", 0.5), ("others", None)):
         restored, _ = restore(checkpoints, progress, None, config, Loader(), held_out=problems)
         assert restored.totals.accuracy_before == accuracy
-
-
-def test_a_directory_is_used_by_one_run_at_a_time(tmp_path):
-    config = TrainConfig(output_dir=str(tmp_path), overwrite=True)
-    with MetricsLog(tmp_path), pytest.raises(FileExistsError, match="output_dir"):
-        prepare_directory(config, tmp_path)
-    assert (tmp_path / "metrics.jsonl").exists()
-    assert prepare_directory(config, tmp_path) is None
-
-
-def test_two_runs_that_start_at_the_same_moment(tmp_path, monkeypatch):
-    """The second one must not delete what the first one has just opened."""
-    directory, logs = tmp_path / "run", []
-
-    def first_one_starts(path):
-        logs.append(MetricsLog(directory))
-        return False
-
-    monkeypatch.setattr(progress, "file_is_locked", first_one_starts)
-    with pytest.raises(FileExistsError, match="output_dir must not be in use by a run"):
-        prepare_directory(TrainConfig(output_dir=str(directory)), directory)
-    with pytest.raises(FileExistsError, match="output_dir must not be in use by a run"):
-        MetricsLog(directory)
-    with logs[0] as log:
-        log.write(1, {"reward": 0.5})
-    assert (directory / "metrics.jsonl").read_text() == '{"step": 1, "reward": 0.5}\n'
-
-
-def test_files_are_locked_where_that_takes_write_access(tmp_path, monkeypatch):
-    """As on NFS, see `man 2 flock`."""
-    flock = fcntl.flock
-
-    def on_nfs(file, operation):
-        if fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
-        flock(file, operation)
-
-    monkeypatch.setattr(fcntl, "flock", on_nfs)
-    MetricsLog(tmp_path).close()
-    assert prepare_directory(TrainConfig(), tmp_path) is None
-
-
-def test_a_directory_that_is_a_link_is_emptied(tmp_path):
-    config = TrainConfig(overwrite=True)
-    (tmp_path / "disk" / "policy").mkdir(parents=True)
-    (tmp_path / "disk" / "config.json").write_text(json.dumps(dataclasses.asdict(config)))
-    (tmp_path / "run").symlink_to(tmp_path / "disk")
-    assert prepare_directory(config, tmp_path / "run") is None
-    assert (tmp_path / "run").is_symlink()
-    assert list((tmp_path / "disk").iterdir()) == []
-
-
-def test_a_run_that_failed_before_its_first_step_is_no_obstacle(tmp_path):
-    """A process that stopped in its first evaluation: what it left is no run."""
-    with MetricsLog(tmp_path):
-        (tmp_path / "config.json").write_text("{}")
-        (tmp_path / "checkpoints" / ".step_00000000.01234567.partial").mkdir(parents=True)
-        for name in ("tensorboard", "wandb", "wandb_run.txt", "wandb_step.txt"):
-            (tmp_path / name).mkdir()
-    config = TrainConfig(output_dir=str(tmp_path), logging=LoggingConfig())
-    assert prepare_directory(config, tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "config.json").write_text("{}")  # of anything else
-    with pytest.raises(FileExistsError, match="output_dir"):
-        prepare_directory(config, tmp_path)
-    assert (tmp_path / "config.json").exists()
-    (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match=r"^output_dir must be a directory"):
-        prepare_directory(config, tmp_path / "notes.txt")
-    with pytest.raises(FileExistsError, match="output_dir"):
-        prepare_directory(config, tmp_path)
 
 
 def test_a_step_whose_writing_has_failed_is_saved_again():

@@ -35,13 +35,13 @@ from twinkle_jax.training import (
     evaluate,
     export,
     load_policy,
-    progress,
     save_policy,
     start,
     tracking,
     train,
 )
 from twinkle_jax.training.config import from_dict, with_setting
+from twinkle_jax.training.run_directory import prepare_directory, saved_settings
 
 UPDATES = 4  # a step
 SHOWN = dataclasses.replace(EVERY_STEP, samples_every=2)
@@ -237,7 +237,7 @@ def test_a_run_with_relative_paths_goes_on_from_anywhere(folder, tmp_path, monke
     relative = config(folder, tmp_path / "run", steps=1, **names)
     before = train(relative, reward=Scorer())["accuracy_before"]
     monkeypatch.chdir(tmp_path)
-    settings = from_dict(progress.saved_settings(tmp_path / "run"))
+    settings = from_dict(saved_settings(tmp_path / "run"))
     assert settings.task == str(folder / "task.jsonl")
     resumed = train(dataclasses.replace(settings, steps=2, resume="auto"), reward=Scorer())
     assert (resumed["steps"], resumed["accuracy_before"]) == (2, before)
@@ -417,7 +417,7 @@ def test_overwrite_deletes_neither_checkpoints_nor_what_the_run_reads(folder, tm
     }.items():
         again = dataclasses.replace(run_config, output_dir=str(run), **changes)
         with pytest.raises(FileExistsError, match=rf"^output_dir must not hold {name}, "):
-            progress.prepare_directory(again, run)
+            prepare_directory(again, run)
     assert sorted(run.rglob("*")) == kept
 
 

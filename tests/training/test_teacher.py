@@ -51,7 +51,7 @@ from twinkle_jax.training import (
 )
 from twinkle_jax.training.display import explain
 from twinkle_jax.training.memory import fit, rollout_memory, update_memory
-from twinkle_jax.training.progress import saved_settings
+from twinkle_jax.training.run_directory import saved_settings
 from twinkle_jax.training.step import credit, teacher_logps
 from twinkle_jax.training.teacher import read_teacher
 

@@ -7,14 +7,10 @@ whether a resumed run may change it, its line of documentation, and its use.
 
 import dataclasses
 import inspect
-import json
 import math
-import os
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import jax
@@ -903,93 +899,6 @@ def check_learning_rates(config: TrainConfig) -> None:
                 "optimizer.schedule_options must make learning rates that are finite and at least "
                 f"0, got {rate} in step {step + 1} with {config.optimizer.schedule_options}"
             )
-
-
-# Resuming a run.
-
-
-def check_resumable(
-    saved: Mapping[str, Any], config: TrainConfig, started_in: str | None = None
-) -> None:
-    """Raise a ValueError for the first setting that must not change, and has in a resumed run.
-
-    `saved` is `dataclasses.asdict` of the configuration in the checkpoint, read back from JSON.
-    Relative paths in it are of the directory `started_in`, or of the current one.
-    """
-    # JSON has lists for tuples, and strings for the numbers that are keys.
-    current = flat(json.loads(json.dumps(dataclasses.asdict(config))))
-    for name, before in flat(saved).items():
-        # The learning rate of a step depends on their number, unless it is constant.
-        fixed = name == "steps" and config.optimizer.schedule != "constant"
-        now = current.get(name)
-        if (fixed or not _may_change(name)) and not is_same(before, now, started_in):
-            reason = f": optimizer.schedule={config.optimizer.schedule} depends on it"
-            raise ValueError(
-                f"{name} must be {before!r} as in the run to resume, got {now!r}"
-                + (reason if fixed else "")
-            )
-
-
-def is_same(before: Any, now: Any, started_in: str | None) -> bool:
-    """Whether two values of a setting are equal, or name the same file; see `check_resumable`."""
-    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
-        return all(is_same(*pair, started_in) for pair in zip(before, now, strict=True))
-    if not isinstance(before, str) or not isinstance(now, str):
-        return before == now
-    here = os.getcwd()
-    return before == now or path_from(started_in or here, before) == path_from(here, now)
-
-
-def file_in(value: str) -> str:
-    """The file in `FILE`, `gsm8k:FILE`, `FILE.py:NAME` or `trl:FILE.py:NAME`."""
-    return value[_file_span(value)]
-
-
-def path_from(directory: str, value: str) -> str:
-    """Make the path in a setting absolute, which may be relative to a directory."""
-    span = _file_span(value)
-    path = Path(directory, os.path.expanduser(value[span]))
-    return f"{value[: span.start]}{path}{value[span.stop :]}"
-
-
-def _file_span(value: str) -> slice:
-    code = re.search(r"(?:^(?:trl|gym):|^)(.*\.py)(?::|$)", value)
-    if code:
-        return slice(*code.span(1))
-    return slice(len("gsm8k:") if value.startswith("gsm8k:") else 0, len(value))
-
-
-def _may_change(name: str) -> bool:
-    """Whether a resumed run may change a setting, which its field or its section says."""
-    section: Any = TrainConfig
-    for part in name.split("."):
-        settings = {x.name: x for x in fields(section)} if is_dataclass(section) else {}
-        if part not in settings:  # a setting of another version
-            return False
-        if settings[part].metadata.get("may_change"):
-            return True
-        section = settings[part].default_factory
-    return False
-
-
-def with_choices(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
-    """Take over what the run to resume chose for its devices, unless the user has set it.
-
-    `saved` holds its settings, as for `check_resumable`.
-    """
-    update, saved_update = config.update, saved["update"]
-    rollout, choices = config.rollout, {}
-    automatic = dataclasses.replace(rollout, max_episode_tokens=AUTO)
-    if rollout == automatic.resolved():  # which depends on the longest prompt, and may stay
-        longest = saved["rollout"]["max_episode_tokens"]
-        rollout = dataclasses.replace(rollout, max_episode_tokens=longest)
-    if update.recompute == "auto":
-        choices["recompute"] = saved_update["recompute"]
-    if update.micro_batch_tokens == automatic_budget(config):
-        choices["micro_batch_tokens"] = saved_update["micro_batch_tokens"]
-    update = dataclasses.replace(update, **choices)
-    dtype = saved["dtype"] if config.dtype is AUTO else config.dtype
-    return dataclasses.replace(config, dtype=dtype, rollout=rollout, update=update)
 
 
 def automatic_settings(section: Any = TrainConfig, prefix: str = "") -> Iterator[str]:

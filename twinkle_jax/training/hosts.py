@@ -24,9 +24,10 @@ from twinkle_jax.model.huggingface.checkpoint_files import ADAPTER_CONFIG, locat
 from twinkle_jax.model.huggingface.saving import names_path
 from twinkle_jax.reward.reward import REWARDS
 from twinkle_jax.rollout import hosts
-from twinkle_jax.training.config import DistributedConfig, TrainConfig, file_in, flat
+from twinkle_jax.training.config import DistributedConfig, TrainConfig, flat
 from twinkle_jax.training.policy import base_of
 from twinkle_jax.training.progress import package_versions
+from twinkle_jax.training.run_directory import file_in
 from twinkle_jax.training.task import is_reward_model
 
 _PROBE = ".shared"

@@ -44,7 +44,7 @@ from twinkle_jax.sampler.jax_sampler import key_of_seed
 from twinkle_jax.training.by_name import make_optimizer
 from twinkle_jax.training.examples import example_rows
 from twinkle_jax.training.gradient import grad_step
-from twinkle_jax.training.progress import holds_run, started_in
+from twinkle_jax.training.run_directory import holds_run, started_in
 from twinkle_jax.training.state import apply_gradients, begin_training
 
 _CHARACTERS = "0123456789+-*()="

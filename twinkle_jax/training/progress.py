@@ -1,10 +1,9 @@
-"""The state of a run between steps: saved, restored, and saved on signals; the run's directory."""
+"""The state of a run between steps: saved, restored, and saved on signals."""
 
 import dataclasses
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import stat
@@ -13,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, Self
 
@@ -21,21 +19,14 @@ import jax
 
 from twinkle_jax.data import PromptLoader
 from twinkle_jax.model import Params
-from twinkle_jax.model.huggingface.saving import names_path
-from twinkle_jax.reward.reward import REWARDS
 from twinkle_jax.rollout.hosts import InterruptedRunError
-from twinkle_jax.training.checkpoint import RunCheckpoints, read_facts
-from twinkle_jax.training.config import (
-    MEASURED,
-    TrainConfig,
+from twinkle_jax.training.checkpoint import RunCheckpoints
+from twinkle_jax.training.config import MEASURED, TrainConfig
+from twinkle_jax.training.run_directory import (
     check_resumable,
-    file_in,
     is_same,
-    path_from,
-    with_choices,
 )
 from twinkle_jax.training.state import TrainState
-from twinkle_jax.training.tracking import FILE, TRACKER_FILES, file_is_locked, open_locked
 
 
 @dataclass(frozen=True)
@@ -448,214 +439,3 @@ def _exit(status: int) -> None:
     if os.isatty(1):
         os.write(1, b"\x1b[?25h")  # show the cursor, which the progress bar hides
     os._exit(status)
-
-
-# The directory of a run.
-
-
-def check_settings(config: TrainConfig, directory: Path) -> None:
-    """Raise if a setting differs from that of the run to resume in `directory`, if there is one.
-
-    Raises:
-        ValueError: with the name of the first setting that differs, or if `resume` names a
-            directory without a run.
-    """
-    source = run_to_resume(config.resume, directory)
-    if source is not None:
-        saved = saved_settings(source)
-        check_resumable(saved, with_choices(config, saved))
-
-
-def prepare_directory(config: TrainConfig, directory: Path) -> Path | None:
-    """Find the run to resume, or empty the directory for a new one if the settings allow it.
-
-    Returns:
-        The directory of the run to resume; None for a new run.
-
-    Raises:
-        ValueError: if `resume` names a directory without a run.
-        FileExistsError: if it is a file, a run is active in it, it is not empty and neither
-            `resume` nor `overwrite` is set, or overwriting it would delete anything but a run, or
-            what this one reads.
-    """
-    if directory.exists() and not directory.is_dir():
-        raise FileExistsError(f"output_dir must be a directory, got a file, {directory}")
-    if file_is_locked(directory / FILE):
-        raise FileExistsError(f"output_dir must not be in use by a run, got {directory}")
-    source = run_to_resume(config.resume, directory)
-    if source != directory:
-        _make_empty(config, directory, source)
-    return source
-
-
-def run_to_resume(resume: str, directory: Path) -> Path | None:
-    """Find the run that `--resume` names; None for a new run.
-
-    Raises:
-        ValueError: if it names a directory without a run.
-    """
-    if resume == "never":
-        return None
-    source = directory if resume == "auto" else Path(resume).expanduser()
-    if RunCheckpoints(source / "checkpoints").steps():
-        # The run in `directory` may be named by another path, such as a relative one.
-        return directory if source.resolve() == directory.resolve() else source
-    if resume == "auto":
-        return None
-    raise ValueError(f"resume must be auto, never or the directory of a run, got {source}")
-
-
-_WITH_FILES = ("model", "environment", "tools", "examples", "task", "reward", "path")
-_WITHOUT_FILES = ("arithmetic", "environment", "examples", *REWARDS)
-
-
-def saved_settings(source: Path) -> dict[str, Any]:
-    """Read the settings of a run.
-
-    Files that are not here are looked for in the directory that the run was started in.
-    """
-    settings, directory = _read_settings(source), started_in(source)
-    return settings if directory is None else _with_files(settings, directory)
-
-
-def started_in(run: Path) -> str | None:
-    """Return the directory that a run was started in; None if no checkpoint says it."""
-    return _newest_facts(run).get("started_in")
-
-
-def changed_code(run: Path, code: Mapping[str, str]) -> list[str]:
-    """List the options whose files have changed since the newest checkpoint of a run."""
-    before = _newest_facts(run).get("code") or {}
-    return [option for option, digest in code.items() if before.get(option, digest) != digest]
-
-
-def _newest_facts(run: Path) -> dict[str, Any]:
-    for path in sorted((run / "checkpoints").glob("step_*/facts.json"), reverse=True):
-        with suppress(OSError, ValueError):
-            return read_facts(path.parent)
-    return {}
-
-
-def _read_settings(source: Path) -> dict[str, Any]:
-    path = source / "config.json"
-    try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # no UTF-8, or no JSON
-        raise ValueError(f"{path} must hold a run's settings, got no JSON: {error}") from error
-    if not isinstance(settings, dict) or _SETTINGS_OF_RUNS - settings.keys():
-        raise ValueError(f"{path} must hold a run's settings, got {str(settings)[:80]}")
-    return settings
-
-
-# Checkpoints of models have a config.json as well.
-_SETTINGS_OF_RUNS = {"rollout", "update", "optimizer", "dtype"}
-
-
-def _with_files(settings: Mapping[str, Any], directory: str) -> dict[str, Any]:
-    """Make paths absolute that are relative to another directory than the current one."""
-
-    def find(value: Any) -> Any:
-        if isinstance(value, list):
-            return [find(part) for part in value]
-        if not isinstance(value, str) or value in _WITHOUT_FILES:
-            return value
-        there = path_from(directory, value)
-        is_here = Path(file_in(value)).expanduser().exists()
-        return there if not is_here and Path(file_in(there)).exists() else value
-
-    located = {name: find(x) if name in _WITH_FILES else x for name, x in settings.items()}
-    for section in ("evaluation", "teacher"):
-        if isinstance(settings.get(section), dict):
-            located[section] = _with_files(settings[section], directory)
-    return located
-
-
-def read_summary(directory: Path) -> dict[str, Any]:
-    """Read `summary.json`, which a run writes at its end; empty before."""
-    path = directory / "summary.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file atomically: readers see the old text or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
-    with names_path(path):
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-
-
-def _has_not_begun(directory: Path) -> bool:
-    """Whether a directory holds only what a run writes before its first checkpoint."""
-    names = {path.name for path in directory.iterdir()}
-    metrics = directory / FILE
-    if FILE not in names:  # a run writes it first; only runs on many hosts write `.shared` before
-        return names == {".shared"}
-    if not metrics.is_file() or metrics.stat().st_size:
-        return False
-    known = {"config.json", ".config.json.partial", FILE, "checkpoints", "base", ".shared"}
-    known |= {"weights", *TRACKER_FILES}  # that a server has loaded for the first evaluation
-    saves = [path.name for path in directory.glob("checkpoints/*")]
-    return names <= known and all(name[0] == "." for name in saves)
-
-
-def holds_run(directory: Path) -> bool:
-    """Whether `config.json` has a run's settings."""
-    try:
-        _read_settings(directory)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def _make_empty(config: TrainConfig, directory: Path, source: Path | None) -> None:
-    """Make the directory of a run, and delete what it holds if the settings allow it.
-
-    `source` is the run to resume, if it is another one.
-    """
-    if directory.is_dir() and any(directory.iterdir()):
-        _check_may_be_emptied(config, directory, source)
-        with open_locked(directory / FILE):
-            _check_may_be_emptied(config, directory, source)  # a run may have begun meanwhile
-            # The settings after all else: without them, the rest would be taken for no run. The
-            # lock last.
-            last = ("config.json", FILE)
-            paths = sorted(directory.iterdir(), key=lambda path: (path.name in last, path.name))
-            for path in paths:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-    directory.mkdir(parents=True, exist_ok=True)
-
-
-def _check_may_be_emptied(config: TrainConfig, directory: Path, source: Path | None) -> None:
-    """Raise unless all that a directory holds may be deleted."""
-    if not _has_not_begun(directory):
-        if not holds_run(directory):
-            raise FileExistsError(
-                f"output_dir must be empty or new, got {directory}, which holds no run to "
-                "continue or to overwrite"
-            )
-        if not config.overwrite:
-            raise FileExistsError(
-                f"output_dir must be empty or new, got {directory}: --resume auto "
-                "continues the run in it, --overwrite deletes it"
-            )
-    needed = [
-        ("model", config.model),
-        ("teacher.model", config.teacher.model),
-        ("examples", config.examples),
-        ("task", config.task),
-        ("resume", source),
-        ("evaluation.path", config.evaluation.path),
-        *(("reward", name) for name in config.rewards),
-        ("evaluation.reward", config.evaluation.reward),
-        ("environment", config.environment),
-        ("tools", config.tools),
-    ]
-    for name, value in needed:
-        path = None if value is None else Path(file_in(str(value))).expanduser()
-        if path and path.exists() and path.resolve().is_relative_to(directory.resolve()):
-            raise FileExistsError(
-                f"output_dir must not hold {name}, which would be deleted, got {directory}"
-            )

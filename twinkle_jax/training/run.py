@@ -26,7 +26,6 @@ from twinkle_jax.training.config import (
     TrainConfig,
     check_learning_rates,
     from_dict,
-    with_choices,
     with_steps,
 )
 from twinkle_jax.training.display import Display, draw_curves
@@ -48,12 +47,15 @@ from twinkle_jax.training.progress import (
     Totals,
     arrays_of,
     check_base,
+    save,
+)
+from twinkle_jax.training.run_directory import (
     check_settings,
     holds_run,
     prepare_directory,
     read_summary,
-    save,
     saved_settings,
+    with_choices,
     write_atomically,
 )
 from twinkle_jax.training.start import (

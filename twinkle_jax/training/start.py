@@ -65,13 +65,8 @@ from twinkle_jax.training.policy import (
     small_policy,
     warm_start,
 )
-from twinkle_jax.training.progress import (
-    Progress,
-    Totals,
-    changed_code,
-    restore,
-    write_atomically,
-)
+from twinkle_jax.training.progress import Progress, Totals, restore
+from twinkle_jax.training.run_directory import changed_code, write_atomically
 from twinkle_jax.training.state import TrainState, begin_training, find_devices, shapes_of
 from twinkle_jax.training.step import Recipe
 from twinkle_jax.training.task import Task

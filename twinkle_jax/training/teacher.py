@@ -21,7 +21,7 @@ from twinkle_jax.sampler.vllm_server import Client, Deadline, LostServerError
 from twinkle_jax.sampler.vllm_weights import names_of
 from twinkle_jax.training.config import TrainConfig
 from twinkle_jax.training.policy import Policy, load_policy
-from twinkle_jax.training.progress import holds_run
+from twinkle_jax.training.run_directory import holds_run
 
 
 def read_teacher(

@@ -24,7 +24,7 @@ from twinkle_jax.model.huggingface import saving
 from twinkle_jax.model.huggingface.saving import replace_directory
 from twinkle_jax.training import save_policy, small_policy
 from twinkle_jax.training.policy import add_adapter
-from twinkle_jax.training.progress import write_atomically
+from twinkle_jax.training.run_directory import write_atomically
 
 SCENARIOS = "tests.model.huggingface.scenarios"
 MIB = 2**20
