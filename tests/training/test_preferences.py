@@ -55,11 +55,11 @@ EXAMPLES = [
 ]
 
 
-def learning(loss, mesh=None, options=None, policy=POLICY, **update):
+def learning(loss, mesh=None, options=None, policy=POLICY, longest=32, **update):
     config = TrainConfig(
         model="m",
         examples="x.jsonl",
-        rollout=RolloutConfig(prompts=4, max_episode_tokens=32),
+        rollout=RolloutConfig(prompts=4, max_episode_tokens=longest),
         update=UpdateConfig(
             **{"loss": loss, "micro_batch_tokens": 64, "loss_options": options or {}} | update
         ),
@@ -227,17 +227,18 @@ def test_memory_counts_the_reference_policy():
 
 @pytest.mark.parametrize("several", [True, False])
 def test_memory_is_that_of_the_longest_pairs(several, monkeypatch):
-    """Of micro-batches as they are packed."""
+    """Of micro-batches as they are packed, or a little more."""
     for module in (step, memory):
         monkeypatch.setattr(module, "takes_segments", lambda recipe: several)
-    recipe, lengths = learning("dpo", micro_batch_tokens=160), np.full(8, 32, np.int32)
+    recipe = learning("dpo", longest=48, micro_batch_tokens=256)
+    lengths = np.full(8, 48, np.int32)
     batch, expected = memory._longest_micro_batch(recipe)
-    rows = Batch(tokens=np.zeros((8, 32), np.int32), labels=np.zeros((8, 32), np.int32))
+    rows = Batch(tokens=np.zeros((8, 48), np.int32), labels=np.zeros((8, 48), np.int32))
     packed = micro_batches(recipe, rows, np.arange(8, dtype=np.int32), lengths, together=2)
     largest = max((packing.sources.shape for _, packing in packed), key=np.prod)
-    assert expected.sources.shape == ((2, 64) if several else (4, 32))
-    assert largest[1] == expected.sources.shape[1] and largest[0] <= expected.sources.shape[0]
-    assert batch.tokens.shape == (8, 32)
+    assert expected.sources.shape == ((2, 128) if several else (4, 48))
+    assert largest == ((2, 96) if several else (4, 48))  # lines may be narrower
+    assert batch.tokens.shape == (8, 48)
 
 
 # Runs.
