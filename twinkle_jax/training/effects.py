@@ -11,6 +11,7 @@ from twinkle_jax.training.config import (
     TrainConfig,
     automatic_logp_diff,
     automatic_new_tokens,
+    automatic_scale,
     flat,
     make_loss,
 )
@@ -143,7 +144,7 @@ _CONDITIONS = (
         "a teacher.reward_weight above 0, or no teacher",
         lambda config: config.compares_rewards,
         "update.advantage_options update.scale update.credit update.discount update.gae_lambda "
-        "update.dynamic_sampling reward_weights",
+        "update.dynamic_sampling update.kl_in reward_weights",
     ),
     _Condition(
         "a teacher.reward_weight above 0, or no teacher",
@@ -200,6 +201,7 @@ def check_effects(config: TrainConfig) -> None:
     settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
     automatic = dataclasses.replace(config.rollout, max_episode_tokens=AUTO).resolved()
     defaults["rollout.max_episode_tokens"] = automatic.max_episode_tokens
+    defaults["update.scale"] = automatic_scale(config)
     defaults["rollout.max_new_tokens"] = automatic_new_tokens(config)
     limit = automatic_logp_diff(config.dtype, overlap=config.server.overlap)
     defaults["update.max_logp_diff"] = limit
