@@ -254,6 +254,16 @@ def test_why_nothing_is_learnt(reward, why):
     assert why in sentence
 
 
+def test_a_penalty_in_rewards_is_learnt_from():
+    flat = {"frac_reward_zero_std": 1.0, "reward": 0.0, "kl": 0.1}
+    assert not explain(flat | {"grad_norm": 0.5}, kl_in_reward=True)
+    assert list(explain(flat | {"grad_norm": 0.0}, kl_in_reward=True)) == ["flat"]
+    console = Console(file=io.StringIO(), width=200)
+    with Display(1, console=console, kl_in_reward=True) as display:
+        display.step(1, flat | {"grad_norm": 0.5})
+    assert "Nothing to learn" not in console.file.getvalue()
+
+
 def test_whether_the_policy_changed():
     flat = {"frac_reward_zero_std": 1.0, "updates_without_signal": 2.0, "grad_norm": 0.0}
     assert "No update was made: parameters" in explain(flat)["flat"]

@@ -9,6 +9,7 @@ from twinkle_jax.training import train
 from twinkle_jax.training.effects import check_effects
 
 LEARNS = {"model": "m", "examples": "x.jsonl"}
+PENALISED = {"model": "m", "update.kl_beta": 0.1, "update.kl_in": "reward"}
 WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"lora.alpha": 32.0},
     {"lora.dropout": 0.1},
@@ -62,7 +63,8 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"teacher.model": "t", "update.dynamic_sampling": 4},
     {"teacher.model": "t", "update.advantage": "opo"},
     {"teacher.model": "t", "update.scale": "batch"},
-    {"model": "m", "teacher.model": "t", "update.kl_beta": 0.1, "update.kl_in": "reward"},
+    {"teacher.model": "t", "update.kl_beta": 0.1, "update.kl_in": "reward"},
+    {**PENALISED, "update.advantage": "remax", "update.scale": "group"},
     {"teacher.model": "t", "reward": ["exact", "math"], "reward_weights": [1.0, 2.0]},
     {"environment": "x.py:X", "teacher.model": "t", "update.discount": 0.9},
     {"model": "m", "task": "x.jsonl", "update.kl_in": "reward"},
@@ -160,6 +162,9 @@ WITH_EFFECT = [
     {"model": "m", "task": "gsm8k", "evaluation.pass_k": 2, "evaluation.reward": "math"},
     {"model": "m", "level": 5, "update.loss": "cispo", "update.epsilon": 0.1},
     {"model": "m", "warm_start": 0.0, "update.loss": "cispo", "update.epsilon_high": 4.0},
+    {**PENALISED, "update.advantage": "remax"},
+    {**PENALISED, "update.advantage": "rloo", "update.scale": "group"},
+    {**PENALISED, "teacher.model": "t", "teacher.reward_weight": 1.0},
 ]
 
 

@@ -448,6 +448,14 @@ def test_the_log_ratio_of_a_token_is_subtracted_from_its_reward():
     np.testing.assert_allclose(found[kept], expected[kept], rtol=1e-4, atol=1e-4)
 
 
+def test_equal_rewards_do_not_make_rounding_count():
+    """By default: the policy is still its reference, whose log-ratios are rounding alone."""
+    update = UpdateConfig(kl_beta=0.5, kl_in="reward")
+    config = TrainConfig(model="m", task="x.jsonl", rollout=ROLLOUT, update=update)
+    made = make_recipe(config, POLICY, FunctionReward(lambda text, truth: 0.0))
+    assert np.abs(sampled(made).advantages).max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("options", "argument"),
     [

@@ -65,10 +65,12 @@ class UpdateConfig:
     Attributes:
         advantage: name of the estimator: grpo, rloo, maxrl, opo, remax, reinforce_plus_plus,
             reinforce (no baseline), ...; auto: maxrl for the built-in policy, whose rare right
-            answers it weighs most; grpo for a checkpoint, or with an environment, a scale or
-            options.
+            answers it weighs most; grpo for a checkpoint, or with an environment, a scale, options
+            or a penalty in rewards.
         advantage_options: hyper-parameters of the estimator, such as k of pass_at_k and pkpo.
-        scale: what advantages are divided by, for estimators that have a scale; auto: group.
+        scale: what advantages are divided by, for estimators that have a scale; auto: group, or
+            none with a penalty in rewards, which the scale of a group with equal rewards would
+            blow up to the size of any other difference.
         loss: name of the loss: grpo, dapo, bnpo, dr_grpo, cispo, gspo, luspo, gmpo, sapo, dppo,
             vespo or ppo; with examples cross_entropy, or of pairs of answers dpo, simpo, cpo or
             orpo; auto: grpo, or cross_entropy with examples.
@@ -485,7 +487,7 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
         "dtype": dtype,  # of a checkpoint: when the devices are known
         "task": "examples" if supervised else task,
         "update.advantage": "maxrl" if maxrl else "grpo",
-        "update.scale": "group",
+        "update.scale": automatic_scale(config),
         "update.loss": "cross_entropy" if supervised else "grpo",
         "update.mini_batches": 1 if supervised else 4,
         "update.recompute": "nothing" if small else "auto",
@@ -503,6 +505,15 @@ def _automatic(config: TrainConfig) -> dict[str, Any]:
 def automatic_new_tokens(config: TrainConfig) -> int:
     """Return the default of `rollout.max_new_tokens`."""
     return 8 if config.model is None else 512
+
+
+def automatic_scale(config: TrainConfig) -> str:
+    """Return the default of `update.scale`.
+
+    In a group whose rewards are equal a penalty in rewards, or its rounding, is the only difference
+    that there is: divided by its own deviation it would count as much as any other.
+    """
+    return "none" if config.update.kl_in == "reward" else "group"
 
 
 def automatic_logp_diff(dtype: str, *, overlap: bool) -> float | None:

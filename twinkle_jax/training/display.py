@@ -95,8 +95,10 @@ _UNSCORED = (
 _SKIPPED = "A gradient was not finite: that update was skipped, and the parameters are as before."
 
 
-def explain(metrics: Mapping[str, float]) -> dict[str, str]:
+def explain(metrics: Mapping[str, float], *, kl_in_reward: bool = False) -> dict[str, str]:
     """Explain metrics of a step that may surprise: a sentence for each, by a short name.
+
+    With `kl_in_reward` a step learns from the penalty where rewards are equal.
 
     Example:
         >>> list(explain({"frac_reward_zero_std": 1.0, "reward": 0.0}))
@@ -107,7 +109,7 @@ def explain(metrics: Mapping[str, float]) -> dict[str, str]:
     # With a teacher or examples there is a signal in each token.
     taught = not {"teacher/kl", "cross_entropy", "preference_loss"}.isdisjoint(metrics)
     flat = metrics.get("frac_reward_zero_std", 0) >= 1 and not taught
-    if flat and (gradient == 0 or "kl" in metrics):
+    if flat and (gradient == 0 or ("kl" in metrics and not kl_in_reward)):
         reward = metrics.get("reward")
         left_out = _LEFT_OUT if metrics.get("updates_without_signal", 0) and not gradient else ""
         rounding = 1e-6 * max(1.0, abs(metrics.get("reward", 0)))
@@ -164,12 +166,17 @@ class Display:
     """
 
     def __init__(
-        self, total: int, *, console: "Console | None" = None, quiet: bool = False
+        self,
+        total: int,
+        *,
+        console: "Console | None" = None,
+        quiet: bool = False,
+        kl_in_reward: bool = False,
     ) -> None:
         require("rich", "training")
         from rich.console import Console
 
-        self._total = total
+        self._total, self._kl_in_reward = total, kl_in_reward
         self._console = console or Console(quiet=quiet)
         self._progress = None if quiet else _make_bar(self._console, total)
         self._task = self._progress and self._progress.add_task("", total=total, shown="")
@@ -186,7 +193,7 @@ class Display:
         evaluated = {name: x for name, x in metrics.items() if name.startswith("eval/")}
         results = {name.removeprefix("eval/"): x for name, x in evaluated.items()}
         self.held_out(f"after step {step}", results)
-        sentences = explain(metrics)
+        sentences = explain(metrics, kl_in_reward=self._kl_in_reward)
         for name, sentence in sentences.items():
             if name not in self._explained:
                 self.note(sentence)

@@ -11,6 +11,7 @@ from twinkle_jax.training.config import (
     TrainConfig,
     automatic_logp_diff,
     automatic_new_tokens,
+    automatic_scale,
     flat,
     make_loss,
 )
@@ -200,6 +201,7 @@ def check_effects(config: TrainConfig) -> None:
     settings, defaults = (flat(dataclasses.asdict(x)) for x in (config, TrainConfig()))
     automatic = dataclasses.replace(config.rollout, max_episode_tokens=AUTO).resolved()
     defaults["rollout.max_episode_tokens"] = automatic.max_episode_tokens
+    defaults["update.scale"] = automatic_scale(config)
     defaults["rollout.max_new_tokens"] = automatic_new_tokens(config)
     limit = automatic_logp_diff(config.dtype, overlap=config.server.overlap)
     defaults["update.max_logp_diff"] = limit

@@ -164,7 +164,11 @@ def train(
     with (
         Interruption(last_resort=last_resort) as interruption,
         hosts.agreed("opening the log", open_log) as log,
-        Display(total=config.steps, quiet=not hosts.is_first()) as display,
+        Display(
+            total=config.steps,
+            quiet=not hosts.is_first(),
+            kl_in_reward=config.update.kl_in == "reward",
+        ) as display,
     ):
         run, progress = begin(config, directory, task, log, display, source, interruption.check)
         last.finished(progress, saved=source == directory)
