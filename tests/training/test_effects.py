@@ -36,6 +36,7 @@ WITHOUT_EFFECT = [  # the last option of each, beside the others
     {"environment": "x.py:X", "rollout.max_turns": 1, "update.credit": "turn"},
     {"environment": "x.py:X", "rollout.max_turns": 1, "update.discount": 0.9},
     {"tools": "x.py", "rollout.max_turns": 1, "rollout.history": "template"},
+    {"tools": "x.py", "update.credit": "turn", "update.discount": 0.0, "update.gae_lambda": 0.9},
     {"rollout.max_turns": 3},
     {"rollout.history": "template"},
     {"rollout.tool_format": "react"},

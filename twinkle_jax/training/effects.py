@@ -46,6 +46,11 @@ _CONDITIONS = (
         "update.credit update.discount update.gae_lambda rollout.history",
     ),
     _Condition(
+        "an update.discount above 0",
+        lambda config: config.update.discount > 0,
+        "update.gae_lambda",
+    ),
+    _Condition(
         "an environment, tools or examples",
         # A resumed run may have longer prompts, and keeps the length that followed from them.
         lambda config: config.many_turns or config.examples is not None or config.resume != "never",
