@@ -6,7 +6,10 @@ import json
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.model.families import config_of, each, params_of
 from tests.training import small_run
@@ -19,10 +22,11 @@ from twinkle_jax.training import (
     UpdateConfig,
     begin_training,
     make_recipe,
+    memory,
     small_policy,
     train,
 )
-from twinkle_jax.training.config import automatic_budget
+from twinkle_jax.training.config import automatic_budget, with_setting
 from twinkle_jax.training.memory import (
     device_memory,
     evaluation_memory,
@@ -31,6 +35,7 @@ from twinkle_jax.training.memory import (
     rollout_memory,
     update_memory,
 )
+from twinkle_jax.training.packing import plan
 from twinkle_jax.training.run_directory import with_choices
 from twinkle_jax.training.state import find_devices
 
@@ -55,6 +60,7 @@ def begun(slots=None, data=1, fsdp=1, **update):
     return recipe, begin_training(policy.params, recipe.optimizer, mesh)
 
 
+begun_once = functools.cache(lambda: begun()[0])
 # Each of these compiles a program, which several tests ask the size of.
 of_update = functools.cache(lambda **update: update_memory(*begun(**update)))
 of_rollout = functools.cache(lambda slots=None: rollout_memory(*begun(slots)))
@@ -79,6 +85,19 @@ def test_an_update_takes_its_state_and_more_with_more_tokens():
     assert kept > needs[2]
     with_reference = update_memory(*begun(micro_batch_tokens=256, kl_beta=0.1))
     assert with_reference - needs[0] >= bytes_of(POLICY.params)
+
+
+@given(st.lists(st.integers(1, 128), min_size=8, max_size=8), st.integers(128, 600), st.booleans())
+def test_no_micro_batch_has_more_places_than_are_counted(lengths, tokens, several):
+    """Lines of shorter rows are narrower, and fill the budget where those of long ones do not."""
+    recipe = begun_once()
+    config = with_setting(recipe.config, "update.micro_batch_tokens", tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "takes_segments", lambda recipe: several)
+        _, counted = memory._longest_micro_batch(recipe._replace(config=config))
+    lengths = np.asarray(lengths, np.int32)
+    for _, packing in plan(lengths, int(lengths.max()), tokens=tokens, several=several):
+        assert packing.sources.size <= counted.sources.size
 
 
 @pytest.mark.slow

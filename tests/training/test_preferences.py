@@ -236,7 +236,7 @@ def test_memory_is_that_of_the_longest_pairs(several, monkeypatch):
     rows = Batch(tokens=np.zeros((8, 48), np.int32), labels=np.zeros((8, 48), np.int32))
     packed = micro_batches(recipe, rows, np.arange(8, dtype=np.int32), lengths, together=2)
     largest = max((packing.sources.shape for _, packing in packed), key=np.prod)
-    assert expected.sources.shape == ((2, 96) if several else (4, 48))
+    assert expected.sources.shape == ((3, 96) if several else (6, 48))
     assert largest[1] == expected.sources.shape[1] and largest[0] <= expected.sources.shape[0]
     assert batch.tokens.shape == (8, 48)
 

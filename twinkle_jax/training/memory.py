@@ -318,7 +318,11 @@ def _fewer_slots(given: int | None, rows: int, shards: int) -> Iterator[int | No
 
 
 def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
-    """Return the shapes of a micro-batch of rows of maximum length, as `plan` makes it."""
+    """Return the shapes of a micro-batch of rows of maximum length, as `plan` makes it.
+
+    It has a line more where a last one would not be full: shorter rows have narrower lines, which
+    fill the budget.
+    """
     config, mesh = recipe.config, recipe.mesh
     shards = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     multiple = 1 if mesh is None else mesh.shape["tensor"]
@@ -329,7 +333,7 @@ def _longest_micro_batch(recipe: Recipe) -> tuple[Batch, Packing]:
     width, lines_each = time, config.rows_together
     if several:
         width, lines_each = line_width(config.least_budget, tokens, multiple=multiple), 1
-    lines = max(tokens // (width * lines_each), 1) * shards * lines_each
+    lines = -(-tokens // (width * lines_each)) * shards * lines_each
     samples = config.rollout.prompts * config.group_size
     rows = samples * config.rows_each // config.update.mini_batches
 
