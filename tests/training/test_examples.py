@@ -84,7 +84,13 @@ def learnt(recipe, examples=EXAMPLES, params=POLICY.params):
 
 
 def cross_entropy(params, examples=EXAMPLES, policy=POLICY):
-    """From all logits: of tokens of the assistant's turns, and their ends."""
+    """Of tokens of the assistant's turns, and their ends."""
+    logps, kept = label_logps(params, examples, policy)
+    return -jnp.sum(logps) / float(kept.sum())
+
+
+def label_logps(params, examples, policy):
+    """Log-probabilities of labels from all logits, 0 without one; and where there is one."""
     rows = policy.template.batch_encode(examples)
     tokens = pad_rows([row["input_ids"] for row in rows], 0)
     labels = pad_rows([row["labels"] for row in rows], IGNORE)
@@ -92,7 +98,7 @@ def cross_entropy(params, examples=EXAMPLES, policy=POLICY):
     kept = labels != IGNORE
     logps = jax.nn.log_softmax(logits)
     taken = jnp.take_along_axis(logps, np.where(kept, labels, 0)[..., None], axis=-1)[..., 0]
-    return -jnp.sum(jnp.where(kept, taken, 0)) / float(kept.sum())
+    return jnp.where(kept, taken, 0), kept
 
 
 def test_a_step_descends_the_cross_entropy_of_all_tokens_of_the_assistant():

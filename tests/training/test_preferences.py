@@ -10,10 +10,10 @@ import pytest
 from tests.training import small_run
 from tests.training.joined_runs import run_joined
 from tests.training.options import config_of
+from tests.training.test_examples import label_logps
 from tests.training.test_hosts import assert_same_metrics
-from twinkle_jax.data import IGNORE, Batch, PromptBatch, user_data_get
-from twinkle_jax.data.batch import pad_rows
-from twinkle_jax.model import hidden_states, make_mesh, output_logits
+from twinkle_jax.data import Batch, PromptBatch, user_data_get
+from twinkle_jax.model import make_mesh
 from twinkle_jax.model.decoder.sharding import place_params
 from twinkle_jax.training import (
     EvaluationConfig,
@@ -81,19 +81,10 @@ def learnt(recipe, params=MOVED):
 
 
 def sums(params):
-    """Sums and means of log-probabilities from all logits: of chosen and rejected answers."""
-    rows = [
-        POLICY.template.batch_encode([{"messages": messages(prompt, answer)}])[0]
-        for prompt, *answers in PAIRS
-        for answer in answers
-    ]
-    tokens = pad_rows([row["input_ids"] for row in rows], 0)
-    labels = pad_rows([row["labels"] for row in rows], IGNORE)
-    logits = output_logits(params, POLICY.config, hidden_states(params, POLICY.config, tokens))
-    kept = labels != IGNORE
-    logps = jax.nn.log_softmax(logits)
-    taken = jnp.take_along_axis(logps, np.where(kept, labels, 0)[..., None], axis=-1)[..., 0]
-    return jnp.sum(jnp.where(kept, taken, 0), axis=1), kept.sum(axis=1).astype(np.float32)
+    """Sums of log-probabilities, and lengths, from all logits: of chosen and rejected answers."""
+    answers = [messages(prompt, answer) for prompt, *both in PAIRS for answer in both]
+    logps, kept = label_logps(params, [{"messages": x} for x in answers], POLICY)
+    return jnp.sum(logps, axis=1), kept.sum(axis=1).astype(np.float32)
 
 
 def dpo(params):
@@ -199,13 +190,13 @@ def test_several_updates_of_a_step_share_its_pairs():
 
 
 @SLOW
-@pytest.mark.parametrize("loss", ["dpo", "simpo"])
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "orpo"])
 def test_evaluations_are_of_all_pairs(loss, monkeypatch):
     """In batches of three, with the reference policy where there is one."""
     monkeypatch.setattr(evaluation, "BATCH", 3)
     recipe = learning(loss, mini_batches=4)
     results = evaluation.evaluate_examples(recipe, POLICY.template, MOVED, EXAMPLES)
-    expected = {"dpo": dpo, "simpo": simpo}[loss](MOVED)
+    expected = CASES[loss][1](MOVED)
     assert results["preference_loss"] == pytest.approx(float(expected), rel=1e-5)
     _, metrics = learnt(learning(loss))
     assert results["preference_margin"] == pytest.approx(metrics["rewards/margins"], abs=1e-6)

@@ -7,9 +7,9 @@ Twinkle's names take rows that alternate: chosen, rejected, chosen, rejected.
 
 import abc
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -419,6 +419,16 @@ class PreferenceLoss(Loss):
 
     ignore_index: int
     tokens_per_pair: Coefficient | None = None  # a field of losses with a cross entropy
+
+    def for_parts(self, tokens_per_pair: Coefficient) -> Self:
+        """Return the loss of parts of a batch that has so many tokens of chosen sequences a pair.
+
+        That is this loss itself where it has no cross entropy of them.
+        """
+        itself: Any = self
+        has_field = "tokens_per_pair" in itself.__dataclass_fields__
+        loss: Self = replace(itself, tokens_per_pair=tokens_per_pair) if has_field else self
+        return loss
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from twinkle_jax.data import IGNORE, Batch, PromptBatch, Trajectory
 from twinkle_jax.data.template import Template
-from twinkle_jax.loss import Loss, PreferenceMetrics
+from twinkle_jax.loss import LossOutput, PreferenceLoss, PreferenceMetrics
 from twinkle_jax.model import Params
 from twinkle_jax.reward import RewardFunction
 from twinkle_jax.rollout import (
@@ -173,16 +173,22 @@ def evaluate_examples(
     """
     multiple = 1 if recipe.mesh is None else recipe.mesh.shape["tensor"]
     totals: dict[str, float] = {}
-    count, pairs = 0, recipe.config.learns_pairs
+    count, chosen_tokens, loss = 0, 0, recipe.loss
     for start in range(0, len(examples), BATCH):
         hosts.together("evaluating", check)
         batch, lengths = example_rows(template, examples[start : start + BATCH], multiple=multiple)
-        count += len(lengths) // 2 if pairs else int(np.sum(np.asarray(batch.labels) != IGNORE))
+        labels = np.asarray(batch.labels)
         batch = on_all_devices(batch, recipe.mesh)
         if recipe.reference is not None:
             batch = with_reference(recipe, batch, lengths)
         logps = score(recipe, params, batch, lengths).logps
-        sums = _sums_of_pairs(logps, batch, recipe.loss) if pairs else _sums_of_tokens(logps, batch)
+        if isinstance(loss, PreferenceLoss):
+            sums = _sums_of_pairs(logps, batch, loss)
+            count += len(labels) // 2
+            chosen_tokens += int(np.sum(labels[::2] != IGNORE))
+        else:
+            sums = _sums_of_tokens(logps, batch)
+            count += int(np.sum(labels != IGNORE))
         for name, value in hosts.read_if_spread(sums).items():
             totals[name] = totals.get(name, 0.0) + float(value)
         if not all(map(math.isfinite, totals.values())):
@@ -190,7 +196,11 @@ def evaluate_examples(
                 "the policy's logits must be finite, got NaN or infinity for held-out examples: "
                 "its parameters or activations are too large, or not numbers"
             )
-    return {name: total / count for name, total in totals.items()}
+    over_tokens = totals.pop("over_tokens", 0.0)
+    results = {name: total / count for name, total in totals.items()}
+    if over_tokens:
+        results["preference_loss"] += over_tokens / chosen_tokens
+    return results
 
 
 @jax.jit
@@ -200,13 +210,19 @@ def _sums_of_tokens(logps: Float[Array, "rows time"], batch: Batch) -> dict[str,
 
 
 @partial(jax.jit, static_argnames="loss")
-def _sums_of_pairs(logps: Float[Array, "rows time"], batch: Batch, loss: Loss) -> dict[str, Array]:
-    outputs = {"logps": logps}
-    output = loss({"labels": batch.labels}, outputs, ref_logps=batch.ref_logps, denominator=1.0)
-    pairs = len(logps) / 2
+def _sums_of_pairs(
+    logps: Float[Array, "rows time"], batch: Batch, loss: PreferenceLoss
+) -> dict[str, Array]:
+    def total(tokens_per_pair: float) -> LossOutput:
+        return loss.for_parts(tokens_per_pair)(
+            {"labels": batch.labels}, {"logps": logps}, ref_logps=batch.ref_logps, denominator=1.0
+        )
+
+    output, pairs = total(math.inf), len(logps) / 2  # without a cross entropy over tokens
     assert isinstance(output.metrics, PreferenceMetrics)
     return {
         "preference_loss": output.loss,
+        "over_tokens": total(1.0).loss - output.loss,
         "preference_accuracy": pairs * output.metrics.accuracy,
         "preference_margin": pairs * output.metrics.margin,
     }

@@ -1,6 +1,5 @@
 """One step of a run: collect a rollout, compute its advantages, and update the policy from it."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -19,6 +18,7 @@ from twinkle_jax.data.batch import batch_width
 from twinkle_jax.loss import (
     CrossEntropyLoss,
     Loss,
+    PreferenceLoss,
     SamplerMismatch,
     sampler_mismatch,
     top_entropy_mask,
@@ -629,10 +629,9 @@ def micro_batches(
 
 def _for_mini_batch(loss: Loss, batch: Batch, rows: IntRows) -> Loss:
     """Tell a loss that averages over tokens of chosen answers how many a mini-batch has."""
-    if "tokens_per_pair" not in getattr(loss, "__dataclass_fields__", {}):
+    if not isinstance(loss, PreferenceLoss):
         return loss
-    counted: Any = loss
-    return dataclasses.replace(counted, tokens_per_pair=_tokens_per_pair(batch.labels, rows))
+    return loss.for_parts(_tokens_per_pair(batch.labels, rows))
 
 
 @jax.jit
