@@ -42,7 +42,7 @@ from twinkle_jax.training.step import micro_batches
 from twinkle_jax.training.task import make_task
 
 POLICY = small_policy(0)
-PAIRS = [("1+2=", "3", "4"), ("7=", "7", "0"), ("1+1+1=", "3", "33333"), ("8=", "8", "9")]
+PAIRS = [("1+2=", "3", "4"), ("7=", "7", "0"), ("1+1+1=", "33333", "3"), ("8=", "8", "9")]
 
 
 def messages(prompt, answer):
