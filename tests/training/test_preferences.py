@@ -268,6 +268,7 @@ def metrics_of(run):
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@SLOW
 def test_a_run_learns_to_prefer(files, capsys):
     summary = train(config(files, "run"))
     rows = metrics_of(files / "run")
