@@ -68,6 +68,7 @@ def test_n_steps_and_n_more_in_another_process(folder, uninterrupted, tmp_path):
     assert_same_run(tmp_path / "run", uninterrupted)
 
 
+JUDGED = {"evaluation.path": "held_out.jsonl"}  # in the folder of the runs
 ENDS = {
     "in the middle of mini-batches": ("update:4:SIGKILL:0.05", {}),
     "in the middle of accumulation": ("update:3:SIGKILL:0.05", {"rollout.num_samples": 8}),
@@ -87,10 +88,10 @@ ENDS = {
         "update:3:SIGKILL:0.05",
         {"lora.rank": 2, "lora.dropout": 0.3, "rollout.num_samples": 8},
     ),
-    "in the evaluation before the first step": ("draw:1:SIGTERM:0", {}),
+    "in the evaluation before the first step": ("draw:1:SIGTERM:0", JUDGED),
     "with checkpoints of every second step": (
         "reward:6:SIGKILL:0",
-        {"logging.checkpoint_every": 2, "evaluation.every": 3},
+        {"logging.checkpoint_every": 2, "evaluation.every": 3, **JUDGED},
     ),
     "with the policy and the task that are built in": (
         "reward:4:SIGKILL:0",
@@ -102,6 +103,7 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_a_run_that_ended_anywhere_goes_on(folder, tmp_path, name):
     moment, changes = ENDS[name]
+    changes = {x: folder / y if x == "evaluation.path" else y for x, y in changes.items()}
     uninterrupted = run(folder, tmp_path / "whole", **changes)
     assert uninterrupted.returncode == 0, uninterrupted.stderr
     ended = run(folder, tmp_path / "run", env={"SIGNAL_AT": moment}, **changes)
