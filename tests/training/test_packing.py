@@ -2,6 +2,7 @@
 
 import time
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -244,9 +245,19 @@ def test_what_is_packed_comes_back():
     assert places < BATCH.tokens.size * 3 / 4
 
 
-def tolerance(name):
-    """Linear layers compute in chunks, which begin elsewhere in a line: they amplify rounding."""
-    return 2e-4 if name.startswith("qwen3_5") else 1e-5
+def nudged(params):
+    """Move the embeddings by one rounding."""
+    return params | {"embed_tokens": jax.tree.map(lambda x: x * 1.0000001, params["embed_tokens"])}
+
+
+def tolerance(expected, moved, scale=1.0):
+    """Return 1e-5, or four times what one rounding of the embeddings changes, if that is more.
+
+    Linear attention normalises what a head reads, which is nearly nothing where query and key are
+    nearly orthogonal.
+    """
+    changes = jax.tree.map(lambda x, y: float(jnp.abs(x - y).max()), expected, moved)
+    return max(1e-5 * scale, *(4 * change for change in jax.tree.leaves(changes)))
 
 
 @pytest.mark.parametrize("name", each(NAMES))
@@ -255,12 +266,14 @@ def test_scores_are_what_they_are_unpacked(name, budget):
     config, params = config_of(name), params_of(name)
     batch = random_batch(config)
     expected = score_batch(params, batch, config, with_entropy=True)
+    moved = score_batch(nudged(params), batch, config, with_entropy=True)
     logps, entropies = jnp.zeros((8, TIME)), jnp.zeros((8, TIME))
     for part, packing in parts(batch, **BUDGETS[budget]):
         scores = score_batch(params, part, config, with_entropy=True, packing=packing)
         logps, entropies = logps + scores.logps, entropies + scores.entropies
-    np.testing.assert_allclose(logps, expected.logps, rtol=2e-6, atol=tolerance(name))
-    np.testing.assert_allclose(entropies, expected.entropies, rtol=2e-6, atol=tolerance(name))
+    most = tolerance((expected.logps, expected.entropies), (moved.logps, moved.entropies))
+    np.testing.assert_allclose(logps, expected.logps, rtol=2e-6, atol=most)
+    np.testing.assert_allclose(entropies, expected.entropies, rtol=2e-6, atol=most)
 
 
 LOSSES = {
@@ -279,20 +292,23 @@ LOSSES = {
 def test_gradients_sums_and_metrics_are_what_they_are_unpacked(name, loss):
     config, params = config_of(name), params_of(name)
     batch = random_batch(config)._replace(rows=jnp.ones(8, bool))
-    fresh = jax.tree.map(jnp.copy, params)
-    expected, summary = grad_step(train_state(fresh), batch, config, LOSSES[loss])
-    state = train_state(jax.tree.map(jnp.copy, params))
+    fresh, moved, state = (
+        train_state(jax.tree.map(jnp.copy, x)) for x in (params, nudged(params), params)
+    )
+    expected, summary = grad_step(fresh, batch, config, LOSSES[loss])
+    moved, moved_summary = grad_step(moved, batch, config, LOSSES[loss])
     total = 0.0
     for part, packing in parts(batch, **BUDGETS["a line at a time"]):
         state, part_summary = grad_step(state, part, config, LOSSES[loss], packing=packing)
         total += float(part_summary.loss_sum)
-    assert total == pytest.approx(float(summary.loss_sum), rel=10 * tolerance(name))
+    whole = summary.loss_sum
+    most = tolerance(whole, moved_summary.loss_sum, 10 * abs(float(whole)))
+    assert total == pytest.approx(float(whole), rel=0, abs=most)
     assert (state.denominator, state.tokens) == (expected.denominator, expected.tokens)
-    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected.gradient_sum))
-    for got, wanted in zip(
-        jax.tree.leaves(state.gradient_sum), jax.tree.leaves(expected.gradient_sum), strict=True
-    ):
-        np.testing.assert_allclose(got, wanted, atol=tolerance(name) * max(largest, 1.0))
+    wanted = expected.gradient_sum
+    largest = max(float(jnp.abs(g).max()) for g in jax.tree.leaves(wanted))
+    most = tolerance(wanted, moved.gradient_sum, max(largest, 1.0))
+    chex.assert_trees_all_close(state.gradient_sum, wanted, atol=most)
 
 
 @pytest.mark.exhaustive

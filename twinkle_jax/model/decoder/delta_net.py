@@ -272,13 +272,12 @@ def delta_rule(
     chunks = DeltaInputs(*(_in_chunks(x, pad, chunk) for x in inputs))
     # Padding belongs to the last segment, so that it does not reset the state that is returned.
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge").reshape(batch, -1, chunk)
-    last = ids[:, :, -1]
-    previous = jnp.concatenate([ids[:, 0, :1], last[:, :-1]], axis=1)
-    ids, previous, last = (jnp.moveaxis(x, 1, 0) for x in (ids, previous, last))
+    previous = jnp.concatenate([ids[:, 0, :1], ids[:, :-1, -1]], axis=1)
+    ids, previous = (jnp.moveaxis(x, 1, 0) for x in (ids, previous))
     widths = (inputs.key.shape[-1], inputs.value.shape[-1])
     empty = jnp.zeros((batch, heads, *widths), inputs.value.dtype)
     start = empty if state is None else state
-    end, out = jax.lax.scan(_pass_on, start, _solve(chunks, ids, previous, last))
+    end, out = jax.lax.scan(_pass_on, start, _solve(chunks, ids, previous))
     out = jnp.moveaxis(out, 0, 1)  # [batch, chunks, heads, chunk, value]
     return jnp.moveaxis(out, 2, 3).reshape(batch, time + pad, heads, -1)[:, :time], end
 
@@ -311,30 +310,29 @@ def _solve(
     x: DeltaInputs,
     ids: Int[Array, "chunks batch chunk"],
     previous: Int[Array, "chunks batch"],
-    last: Int[Array, "chunks batch"],
 ) -> _Solved:
     """Solve all chunks at once; tokens of different segments do not reach each other."""
     chunk = ids.shape[-1]
     total = jnp.cumsum(x.log_decay, axis=-1)
-    before = jnp.tril(jnp.ones((chunk, chunk), bool))[None, None]
-    reaches = ((ids[..., :, None] == ids[..., None, :]) & before)[:, :, None]
-    # Cleaned before the exponential: above the diagonal the difference is positive and unbounded.
-    apart = jnp.where(reaches, total[..., :, None] - total[..., None, :], 0)
+    before = jnp.tril(jnp.ones((chunk, chunk), bool))
+    reaches = ((ids[..., :, None] == ids[..., None, :]) & before[None, None])[:, :, None]
+    # Each pair's decay is summed over the tokens between them. A difference of two running sums
+    # has the rounding of the sums, which is large where tokens before the pair decay much.
+    between = (before[:, None] & ~before[None]).astype(total.dtype)
+    apart = jnp.einsum("nbhk,ijk->nbhij", x.log_decay, between, precision=_HIGHEST)
     decay = jnp.where(reaches, jnp.exp(apart), 0)
     # The incoming state reaches only the segment that began before the chunk; only the last
     # segment of the chunk reaches the outgoing state.
     carried = (ids == previous[..., None])[:, :, None]
     from_start = jnp.where(carried, jnp.exp(total), 0)
-    survives = (ids == last[..., None])[:, :, None]
-    to_end = jnp.where(survives, jnp.exp(jnp.where(survives, total[..., -1:] - total, 0)), 0)
 
     def products(a: Array, b: Array) -> Array:
         return jnp.einsum("nbhik,nbhjk->nbhij", a, b, precision=_HIGHEST) * decay
 
     system = jnp.tril(products(x.key * x.strength[..., None], x.key), -1)
     right = jnp.concatenate([x.value, x.key * from_start[..., None]], axis=-1)
-    solution = jax.lax.linalg.triangular_solve(
-        system, right * x.strength[..., None], left_side=True, lower=True, unit_diagonal=True
+    solution = jax.lax.platform_dependent(
+        system, right * x.strength[..., None], cpu=_solve_by_halves, default=_substitute
     )
     written, recall = jnp.split(solution, (x.value.shape[-1],), axis=-1)
     return _Solved(
@@ -342,8 +340,50 @@ def _solve(
         recall=recall,
         within=products(x.query, x.key),
         query=x.query * from_start[..., None],
-        key=x.key * to_end[..., None],
+        key=x.key * decay[..., -1, :, None],
         keep=from_start[..., -1],
+    )
+
+
+def _substitute(
+    below: Float[Array, "*batch chunk chunk"], right: Float[Array, "*batch chunk columns"]
+) -> Float[Array, "*batch chunk columns"]:
+    """Solve $(I + L) x = b$ for $L$ with entries below the diagonal only."""
+    return jax.lax.linalg.triangular_solve(
+        below, right, left_side=True, lower=True, unit_diagonal=True
+    )
+
+
+def _solve_by_halves(
+    below: Float[Array, "*batch chunk chunk"], right: Float[Array, "*batch chunk columns"]
+) -> Float[Array, "*batch chunk columns"]:
+    r"""Solve the same without `triangular_solve`, which can wait forever on CPUs (jaxlib 0.10.2).
+
+    Diagonal blocks are inverted, and pairs of them joined until one is left:
+
+    $$\begin{pmatrix} A & 0 \\ B & C \end{pmatrix}^{-1}
+    = \begin{pmatrix} A^{-1} & 0 \\ -C^{-1} B A^{-1} & C^{-1} \end{pmatrix}$$
+    """
+    chunk = below.shape[-1]
+    *batch, _, _ = below.shape
+    missing = 2 ** (chunk - 1).bit_length() - chunk
+    padded = jnp.pad(below, [(0, 0)] * len(batch) + [(0, missing)] * 2)
+    inverses = jnp.ones((*batch, chunk + missing, 1, 1), below.dtype)
+    while (pairs := inverses.shape[-3] // 2) > 0:
+        size = inverses.shape[-1]
+        blocks = padded.reshape(*batch, pairs, 2 * size, pairs, 2 * size)
+        joining = jnp.stack([blocks[..., i, size:, i, :size] for i in range(pairs)], axis=-3)
+        first, second = inverses[..., ::2, :, :], inverses[..., 1::2, :, :]
+        corner = -_matmul(_matmul(second, joining), first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverses = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    inverse = jax.lax.stop_gradient(inverses[..., 0, :chunk, :chunk])
+    # The gradient is that of the linear system, with the same inverse, not that of the steps above.
+    return jax.lax.custom_linear_solve(
+        lambda x: x + _matmul(below, x),
+        right,
+        lambda _, b: _matmul(inverse, b),
+        lambda _, b: _matmul(jnp.swapaxes(inverse, -1, -2), b),
     )
 
 
@@ -351,11 +391,11 @@ def _pass_on(
     state: Float[Array, "batch heads key value"], x: _Solved
 ) -> tuple[Float[Array, "batch heads key value"], Float[Array, "batch heads chunk value"]]:
     """Carry the state across one chunk; return it and the chunk's outputs."""
-
-    def times(a: Array, b: Array) -> Array:
-        return jnp.matmul(a, b, precision=_HIGHEST)
-
-    written = x.written - times(x.recall, state)
-    out = times(x.query, state) + times(x.within, written)
-    state = x.keep[:, :, None, None] * state + times(jnp.swapaxes(x.key, -1, -2), written)
+    written = x.written - _matmul(x.recall, state)
+    out = _matmul(x.query, state) + _matmul(x.within, written)
+    state = x.keep[:, :, None, None] * state + _matmul(jnp.swapaxes(x.key, -1, -2), written)
     return state, out
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    return jnp.matmul(a, b, precision=_HIGHEST)
