@@ -265,6 +265,25 @@ def test_forms_of_pairs(tmp_path):
     assert pair["messages"][0] == dict(pair["user_data"])["rejected"][0] == system
 
 
+def test_pairs_with_a_question_and_a_system_prompt(tmp_path):
+    """As in Intel/orca_dpo_pairs, whose system prompt is empty in some records."""
+    answers = {"chosen": "b", "rejected": "c"}
+    turns = {"chosen": [_USER, _TURN], "rejected": [_USER, {**_TURN, "content": "c"}]}
+    path = _write(
+        tmp_path / "data.jsonl",
+        {"system": "s", "question": "a", **answers},
+        {"system": "", "question": "a", **answers},
+        {"system": "s", "question": "other", **turns},
+        {"system": "t", "prompt": [_SYSTEM, _USER], **answers},
+    )
+    for system in (None, "default"):
+        first = [] if system is None else [{"role": "system", "content": system}]
+        pairs = read_preferences(path, system=system)
+        for pair, start in zip(pairs, ([_SYSTEM], first, [_SYSTEM], [_SYSTEM]), strict=True):
+            for messages, text in ((pair["messages"], "b"), (pair["user_data"][0][1], "c")):
+                assert messages == [*start, _USER, {**_TURN, "content": text}]
+
+
 def test_pairs_in_parquet_files(tmp_path):
     """In which each column has keys of its own, which are None where a message lacks them."""
     pyarrow = pytest.importorskip("pyarrow", reason="pip install 'twinkle-jax[hub]'")

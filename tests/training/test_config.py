@@ -200,6 +200,8 @@ REFUSED = [  # a setting and a value that it cannot have, perhaps only with othe
             ("update.gae_lambda", 0.9, {}),
             ("update.gae_lambda", 1.5, {"update.credit": "turn"}),
             ("update.advantage", "reinforce_plus_plus", {"update.credit": "turn"}),
+            ("update.credit", "turn", {"update.advantage": "remax"}),
+            ("update.credit", "mixed", {"update.advantage": "remax"}),
             ("update.advantage", "gdpo", {"reward": ["exact"]}),
             *(
                 ("update.advantage", "gdpo", options | TWO_REWARDS_OF_TOOLS)

@@ -169,12 +169,14 @@ def read_preferences(path: str | Path, *, system: str | None = None) -> list[Tra
 
     A line has one of these forms. Messages of the answers are compared, not those of the prompt:
 
-    - `{"prompt": "2+2=", "chosen": "4", "rejected": "5"}`, or each a list of messages
+    - `{"prompt": "2+2=", "chosen": "4", "rejected": "5"}`, or each a list of messages; `"question"`
+      may stand for the prompt of answers that are texts
     - `{"chosen": [...], "rejected": [...]}`, two conversations, whose first messages are the same:
       those are the prompt, which a column `prompt` may repeat
 
     A column `tools` is passed to the chat template, as by
-    [`read_jsonl`][twinkle_jax.data.read_jsonl]; other columns are not read.
+    [`read_jsonl`][twinkle_jax.data.read_jsonl], and a text in a column `system` is the record's
+    system message; other columns are not read.
 
     Args:
         path: the file; or a `.parquet` file with such columns.
@@ -196,8 +198,11 @@ def read_preferences(path: str | Path, *, system: str | None = None) -> list[Tra
     """
     trajectories = []
     for where, record in _records(path):
+        instruction = record.get("system")
+        if not isinstance(instruction, str) or not instruction:
+            instruction = system
         chosen, rejected = (
-            _trajectory(messages, None, [], system)["messages"]
+            _trajectory(messages, None, [], instruction)["messages"]
             for messages in _read_pair(where, record)
         )
         trajectory = Trajectory(messages=chosen, user_data=[("rejected", rejected)])
@@ -435,6 +440,8 @@ def _not_learned(prompt: list[Any]) -> list[Any]:
 def _read_pair(where: str, record: dict[str, Any]) -> tuple[list[Message], list[Message]]:
     """Return two conversations: with the chosen and with the rejected answer."""
     text, chosen, rejected = (record.get(name) for name in ("prompt", "chosen", "rejected"))
+    if text is None and isinstance(chosen, str):
+        text = record.get("question")
     prompt: Any = text
     if text and isinstance(text, str):
         prompt = [Message(role="user", content=text)]

@@ -887,6 +887,11 @@ def _check_episodes(config: TrainConfig) -> None:
             "update.advantage must not be reinforce_plus_plus, a per-token estimator, with "
             f"update.credit={update.credit!r} and rollout.history={rollout.history!r}"
         )
+    if update.advantage == "remax" and update.credit != "episode":
+        raise ValueError(
+            "update.credit must be episode with update.advantage='remax', whose baseline is the "
+            f"reward of a whole greedy episode, got {update.credit!r}"
+        )
 
 
 def check_learning_rates(config: TrainConfig) -> None:
