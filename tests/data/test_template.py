@@ -56,6 +56,38 @@ def test_every_turn_of_the_assistant_is_learned():
     assert _shown(template, feature).endswith("<|im_end|>\n")
 
 
+def test_a_turn_that_the_next_message_ends():
+    """As in GLM-4's chat template: the token is learned, and after the last turn it is added."""
+    tokenizer = calls_tokenizer("glm")
+    ends = [tokenizer.backend.token_to_id(x) for x in ("<|user|>", "<|observation|>")]
+    template = Template(Tokenizer(tokenizer.backend, tokenizer.config, {"eos_token_id": ends}))
+    call = {"function": {"name": "f", "arguments": {}}}
+    conversation = {
+        "messages": [
+            *_turns("a", "b", "c")["messages"],
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "d"},
+            {"role": "assistant", "content": "e"},
+        ]
+    }
+    feature = template.encode(conversation)
+    decoded = tokenizer.decode(_labelled(feature), skip_special_tokens=False)
+    thoughts = "\n<think></think>\n"
+    called = "<tool_call>f\n</tool_call>"
+    assert decoded == f"{thoughts}b<|user|>{thoughts}{called}<|observation|>{thoughts}e"
+    assert _labelled(template.with_last_end(feature)) == [*_labelled(feature), ends[0]]
+    cut = template.encode({"messages": conversation["messages"][:4]})
+    assert _labelled(template.with_last_end(cut))[-1] == ends[1]
+    unlearned = {**conversation["messages"][-1], "weight": 0}
+    for unchanged in (
+        template.encode({"messages": [*conversation["messages"][:-1], unlearned]}),
+        template.encode({"messages": conversation["messages"][:5]}),
+    ):
+        assert template.with_last_end(unchanged) is unchanged
+    ended = Template(chatml_tokenizer()).encode(_turns("a", "b"))
+    assert Template(chatml_tokenizer()).with_last_end(ended) is ended
+
+
 def test_without_the_assistant_nothing_is_learned():
     assert _labelled(Template(small_tokenizer()).encode(_turns("hello"))) == []
 

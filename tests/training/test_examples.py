@@ -418,6 +418,18 @@ def test_tools_of_examples_reach_the_chat_template():
     assert plain.tokens[0, :3].tolist() == template.tokenizer.encode("1+2")
 
 
+def test_an_answer_that_the_chat_template_leaves_open_ends_as_completions_do():
+    template = Template(
+        small_tokenizer("0123456789+-*()="),
+        chat_template="{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    batch, lengths = example_rows(template, EXAMPLES[:1])
+    end = template.tokenizer.eos_token_id
+    learned = [token for token in batch.labels[0].tolist() if token != IGNORE]
+    assert learned == [*template.tokenizer.encode("3"), end]
+    assert lengths.tolist() == [6]
+
+
 # What is refused.
 
 MODEL = {"model": "m", "examples": "x.jsonl"}

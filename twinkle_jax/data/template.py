@@ -523,8 +523,44 @@ class Template:
                 "concat_input_feature"
             )
         trimmed = until.rstrip()  # white space after a special token is the template's
-        ends = self._control.ends_with_special(trimmed)
-        return len(show(before)), len(show(trimmed if ends else until))
+        if self._control.ends_with_special(trimmed):
+            return len(show(before)), len(show(trimmed))
+        # In GLM-4's template the token that ends a turn is the first one of the next message.
+        follows = self._control.first_special(text[len(until) :])
+        return len(show(before)), len(show(until)) + (follows in self.tokenizer.stop_token_ids)
+
+    @functools.cached_property
+    def _missing_ends(self) -> dict[str, int | None]:
+        """Tokens that end turns which the template leaves open, by the role that would follow."""
+        messages = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+        ends = {}
+        for role in ("user", "tool"):
+            following: list[int] = []
+            with contextlib.suppress(ValueError):  # the template refuses this
+                turn = {"messages": messages, "new": [{"role": role, "content": "a"}]}
+                (following,) = self._after_last_message([turn], prompt=False)
+            is_end = following and following[0] in self.tokenizer.stop_token_ids
+            ends[role] = following[0] if is_end else self.tokenizer.eos_token_id
+        return ends
+
+    def with_last_end(self, feature: InputFeature) -> InputFeature:
+        """Add the token that ends a completion to a turn that the chat template leaves open.
+
+        GLM-4's has no such token after the last turn of a conversation. Without it, a policy that
+        learns from conversations of one turn does not learn to stop.
+
+        Args:
+            feature: of `encode`, with labels.
+
+        Returns:
+            The feature, if its last token is special or has no label; else a longer one.
+        """
+        ids, labels = feature["input_ids"], feature["labels"]
+        is_open = len(ids) > 1 and labels[-2] != IGNORE and ids[-1] not in self._control.special_ids
+        if not is_open:
+            return feature
+        end = self._missing_ends["tool" if feature["messages"][-1].get("tool_calls") else "user"]
+        return feature if end is None else extend_feature(feature, [end], labelled=True)
 
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
         # Rows of Parquet files have every key in every message, None where there is nothing.

@@ -129,5 +129,4 @@ def _encode(template: Template, examples: Sequence[Trajectory]) -> list[Any]:
         if "tools" in example:
             conversation["tools"] = example["tools"]
         conversations.append(conversation)
-    rows: list[Any] = template.batch_encode(conversations)
-    return rows
+    return [template.with_last_end(row) for row in template.batch_encode(conversations)]
