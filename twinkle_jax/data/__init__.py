@@ -3,15 +3,13 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from twinkle_jax.data.prompts import (
-    ArithmeticTask,
-    PromptLoader,
-    ReasoningGymTask,
+from twinkle_jax.data.prompt_files import (
     read_examples,
     read_gsm8k,
     read_jsonl,
     read_preferences,
 )
+from twinkle_jax.data.prompts import ArithmeticTask, PromptLoader, ReasoningGymTask
 from twinkle_jax.data.rows import (
     Columns,
     Row,

@@ -122,6 +122,19 @@ def user_data_get(
     return default
 
 
+def make_trajectory(
+    messages: list[Message], answer: str | None, columns: list[tuple[str, Any]], system: str | None
+) -> Trajectory:
+    """Make the trajectory of a problem: with a system message, if one is given and none is there.
+
+    The answer comes first in `user_data`, as `'ground_truth'`, and the columns after it.
+    """
+    if system is not None and messages[0]["role"] != "system":
+        messages = [Message(role="system", content=system), *messages]
+    truth = [] if answer is None else [("ground_truth", answer)]
+    return Trajectory(messages=messages, user_data=[*truth, *columns])
+
+
 def copy_trajectory(trajectory: Mapping[str, Any]) -> Trajectory:
     """Copy a trajectory, so that changes of the copy leave the original as it is.
 

@@ -18,7 +18,8 @@ from twinkle_jax.data import (
     read_preferences,
     user_data_get,
 )
-from twinkle_jax.data.prompts import GeneratedPrompts, download_split
+from twinkle_jax.data.prompt_files import download_split
+from twinkle_jax.data.prompts import GeneratedPrompts
 from twinkle_jax.model import RewardModel, make_mesh
 from twinkle_jax.reward import (
     RewardFunction,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from twinkle_jax.data import Row, Rows, RowStream, Table, Template, mix, read_rows, write_rows
-from twinkle_jax.data.prompts import download_split
+from twinkle_jax.data.prompt_files import download_split
 from twinkle_jax.data.rows import check_interleaved, column_function, to_rows
 from twinkle_jax.training import pack_features
 from twinkle_jax.twinkle.names import PAGE, add_submodules, construct, local_id, refuse
