@@ -84,8 +84,14 @@ def test_a_turn_that_the_next_message_ends():
         template.encode({"messages": conversation["messages"][:5]}),
     ):
         assert template.with_last_end(unchanged) is unchanged
-    ended = Template(chatml_tokenizer()).encode(_turns("a", "b"))
-    assert Template(chatml_tokenizer()).with_last_end(ended) is ended
+    for closed in (Template(chatml_tokenizer()), Template(small_tokenizer())):
+        ended = closed.encode(_turns("a", "b"))
+        assert closed.with_last_end(ended) is ended
+    other = Template(tokenizer)  # <|user|> does not end its completions
+    first = {"messages": conversation["messages"][:3]}
+    assert tokenizer.decode(_labelled(other.encode(first)), skip_special_tokens=False) == (
+        f"{thoughts}b"
+    )
 
 
 def test_without_the_assistant_nothing_is_learned():

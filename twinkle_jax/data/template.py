@@ -526,7 +526,7 @@ class Template:
         if self._control.ends_with_special(trimmed):
             return len(show(before)), len(show(trimmed))
         # In GLM-4's template the token that ends a turn is the first one of the next message.
-        follows = self._control.first_special(text[len(until) :])
+        follows = self._control.first_token(text[len(until) :])
         return len(show(before)), len(show(until)) + (follows in self.tokenizer.stop_token_ids)
 
     @functools.cached_property

@@ -371,11 +371,10 @@ class ControlTokens:
         """Whether rendered text ends with a special token."""
         return rendered.endswith(tuple(self._special))
 
-    def first_special(self, rendered: str) -> int | None:
-        """Return the id of the special token that rendered text begins with, if there is one."""
+    def first_token(self, rendered: str) -> int | None:
+        """Return the id of the control token that rendered text begins with, if there is one."""
         match = self._pattern.match(rendered)
-        id_ = self._ids[match.group()] if match else None
-        return id_ if id_ in self.special_ids else None
+        return self._ids[match.group()] if match else None
 
     def encode(self, rendered: str) -> Encoded:
         """Encode text that was rendered from messages in which control tokens are hidden."""
