@@ -1,5 +1,6 @@
 """The gated delta rule: chunks equal the recurrence, segments are apart, gradients are right."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,6 +79,36 @@ def test_chunks_equal_the_recurrence(time, chunk, decay):
         _run(as_float32(inputs), chunk=chunk), reference(inputs), strict=True
     ):
         assert_close(actual, expected, 5e-6)
+
+
+def test_long_rows_are_solved_in_parts():
+    """Five chunks, of which two are solved at once: values, end and gradients are the same."""
+    inputs = as_float32(draw(17, batch=1))
+    segments = jnp.asarray([[0] * 7 + [1] * 10])
+    out, state = jax.jit(lambda x: delta_rule(x, segments, chunk=4, together=2))(inputs)
+    expected, end = jax.jit(lambda x: delta_rule(x, segments, chunk=4))(inputs)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(state, end)
+
+    def gradients(together):
+        def loss(x):
+            out, state = delta_rule(x, segments, chunk=4, together=together)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(state))
+
+        return jax.jit(jax.grad(loss))(inputs)
+
+    chex.assert_trees_all_close(gradients(2), gradients(128), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_long_rows_need_less_memory_in_parts():
+    inputs = as_float32(draw(2048, batch=1))
+
+    def memory(together):
+        gradient = jax.grad(lambda x: jnp.sum(jnp.sin(delta_rule(x, together=together)[0])))
+        return jax.jit(gradient).lower(inputs).compile().memory_analysis().temp_size_in_bytes
+
+    assert memory(4) < memory(128) / 2
 
 
 def test_steps_equal_the_recurrence():

@@ -251,6 +251,7 @@ def delta_rule(
     state: Float[Array, "batch heads key value"] | None = None,
     *,
     chunk: int = 64,
+    together: int = 128,
 ) -> tuple[Float[Array, "batch time heads value"], Float[Array, "batch heads key value"]]:
     """Run the rule over whole rows.
 
@@ -260,6 +261,8 @@ def delta_rule(
             where it changes.
         state: initial state of the first segment; None for zeros.
         chunk: tokens per chunk; the result does not depend on it.
+        together: the most chunks that are solved at once. Gradients of longer rows compute each
+            such part twice, and hold what is between pairs of tokens for one part at a time.
 
     Returns:
         The outputs, and the state after the last token.
@@ -268,7 +271,10 @@ def delta_rule(
     chunk = min(chunk, time)
     if segment_ids is None:
         segment_ids = jnp.zeros((batch, time), jnp.int32)
-    pad = -time % chunk
+    number = -(-time // chunk)
+    parts = -(-number // together)
+    number += -number % parts
+    pad = number * chunk - time
     chunks = DeltaInputs(*(_in_chunks(x, pad, chunk) for x in inputs))
     # Padding belongs to the last segment, so that it does not reset the state that is returned.
     ids = jnp.pad(segment_ids, ((0, 0), (0, pad)), mode="edge").reshape(batch, -1, chunk)
@@ -277,7 +283,14 @@ def delta_rule(
     widths = (inputs.key.shape[-1], inputs.value.shape[-1])
     empty = jnp.zeros((batch, heads, *widths), inputs.value.dtype)
     start = empty if state is None else state
-    end, out = jax.lax.scan(_pass_on, start, _solve(chunks, ids, previous))
+    if parts == 1:
+        end, out = _pass_chunks(start, (chunks, ids, previous))
+    else:
+        divided = jax.tree.map(
+            lambda x: x.reshape(parts, -1, *x.shape[1:]), (chunks, ids, previous)
+        )
+        end, out = jax.lax.scan(jax.checkpoint(_pass_chunks), start, divided)
+        out = out.reshape(number, *out.shape[2:])
     out = jnp.moveaxis(out, 0, 1)  # [batch, chunks, heads, chunk, value]
     return jnp.moveaxis(out, 2, 3).reshape(batch, time + pad, heads, -1)[:, :time], end
 
@@ -385,6 +398,14 @@ def _solve_by_halves(
         lambda _, b: _matmul(inverse, b),
         lambda _, b: _matmul(jnp.swapaxes(inverse, -1, -2), b),
     )
+
+
+def _pass_chunks(
+    state: Float[Array, "batch heads key value"],
+    chunks: tuple[DeltaInputs, Int[Array, "chunks batch chunk"], Int[Array, "chunks batch"]],
+) -> tuple[Float[Array, "batch heads key value"], Float[Array, "chunks batch heads chunk value"]]:
+    """Solve chunks, and carry the state across them."""
+    return jax.lax.scan(_pass_on, state, _solve(*chunks))
 
 
 def _pass_on(
