@@ -601,6 +601,11 @@ def params_of(model_type: str) -> dict[str, Any]:
     return random_params(config_of(model_type))
 
 
+def nudged(params: dict[str, Any], factor: float = 1 + 2**-23) -> dict[str, Any]:
+    """Move the embeddings by one rounding: what that changes, no test can hold more exactly."""
+    return params | {"embed_tokens": jax.tree.map(lambda x: x * factor, params["embed_tokens"])}
+
+
 def _compiled(function: Callable[..., Any], *static: str) -> Callable[..., Any]:
     return jax.jit(function, static_argnames=("config", *static))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.model.families import NAMES, batch, config_of, each, params_of
+from tests.model.families import NAMES, batch, config_of, each, nudged, params_of
 from tests.sampler.completions import PROMPTS, trainer_logprobs
 from twinkle_jax.model import init_params
 from twinkle_jax.sampler import LENGTH, STOP, Sampling, generate
@@ -31,7 +31,7 @@ def complete(name, rows=PROMPTS, key=None, sampling=None, *, params=None, **opti
 @pytest.mark.slow
 @pytest.mark.parametrize("name", each(NAMES, 2))
 def test_log_probabilities_are_the_trainers(name):
-    """To 1e-5, also with parameters for which the trainer itself is 6e-5 from exact numbers."""
+    """To 1e-5, or for linear attention to what a rounding of the embeddings changes, four times."""
     config = config_of(name)
     likely = init_params(jax.random.key(7), config)
     likely = jax.tree.map(lambda x: 4 * x if x.ndim > 2 else x, likely)
@@ -40,10 +40,13 @@ def test_log_probabilities_are_the_trainers(name):
         for params in (likely, params_of(name)):
             drawn = complete(name, params=params, sampling=Sampling(temperature))
             expected = trainer_logprobs(params, config, rows, drawn, temperature)
-            wild = params is not likely and name == "qwen3_5_text"
-            np.testing.assert_allclose(
-                drawn.logprobs, expected, rtol=0, atol=1e-4 if wild else 1e-5
-            )
+            most = 1e-5
+            if params is not likely and config.delta_net is not None:
+                for factor in (1 + 2**-23, 1 - 2**-23):
+                    near = nudged(params, factor)
+                    moved = trainer_logprobs(near, config, rows, drawn, temperature)
+                    most = max(most, 4 * np.abs(moved - expected).max())
+            np.testing.assert_allclose(drawn.logprobs, expected, rtol=0, atol=most)
             np.testing.assert_array_equal(drawn.sampling_logprobs, drawn.logprobs)
             assert np.all(drawn.mask) and np.all(drawn.finish_reasons == LENGTH)
 

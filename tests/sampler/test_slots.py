@@ -62,7 +62,7 @@ def test_slots_give_what_one_batch_gives(name):
     one_batch, by_slots = both(name, sampling=sampling, limits=limits, slots=5, refill=2)
     assert_same(one_batch, by_slots)
     # The first rows of these meet a stop token earlier.
-    if name not in ("qwen3_5_text", "gemma4_text", "ministral3"):
+    if name not in ("qwen3_5_text", "gemma4_text", "ministral3", "deepseek_v3"):
         assert 12 in one_batch.lengths[:2]
 
 

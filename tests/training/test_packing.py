@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.model.families import NAMES, config_of, each, params_of
+from tests.model.families import NAMES, config_of, each, nudged, params_of
 from twinkle_jax.data import Batch
 from twinkle_jax.loss import CISPOLoss, DRGRPOLoss, GRPOLoss, GSPOLoss
 from twinkle_jax.model import LoraConfig, make_mesh, shard_like_params, with_adapter
@@ -243,11 +243,6 @@ def test_what_is_packed_comes_back():
         back += unpack(lines.tokens.astype(jnp.float32), packing)
     np.testing.assert_array_equal(back, np.where(INSIDE, BATCH.tokens, 0))
     assert places < BATCH.tokens.size * 3 / 4
-
-
-def nudged(params):
-    """Move the embeddings by one rounding."""
-    return params | {"embed_tokens": jax.tree.map(lambda x: x * 1.0000001, params["embed_tokens"])}
 
 
 def tolerance(expected, moved, scale=1.0):

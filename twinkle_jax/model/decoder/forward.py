@@ -355,9 +355,11 @@ def run(
         return keep_rows(x, mesh), state, chosen if keep_routing else None
 
     if remat:
-        # prevent_cse is not needed inside a scan, and costs optimisations.
+        # Inside a scan prevent_cse is not needed, and costs optimisations. But if its body has
+        # several layers, XLA computes them all again before the gradient of the last one.
+        several = len(config.block) > 1
         policy = None if remat is True else remat
-        layer = jax.checkpoint(layer, policy=policy, prevent_cse=False, static_argnums=(0, 1))
+        layer = jax.checkpoint(layer, policy=policy, prevent_cse=several, static_argnums=(0, 1))
 
     def block(
         stack: LayerStack, reused: Mapping[str, Any], x: Array, xs: tuple[Any, ...]
