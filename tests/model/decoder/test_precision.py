@@ -315,3 +315,21 @@ def test_float32_is_exact_on_accelerators(name, monkeypatch):
         assert trace("float32") - wide == {("float32", "TF32_TF32_F32_X3")}
     finally:
         jax.clear_caches()
+
+
+@pytest.mark.parametrize("name", each(["qwen3", "gemma4_text"]))
+def test_means_of_norms_are_added_up_in_one_order(name):
+    """In bfloat16 on a CPU, hidden states of a step are those of whole rows, to the bit."""
+    config = parse_config(family(name, hidden_size=128, intermediate_size=512, vocab_size=512))
+    params = init_params(jax.random.key(0), config)
+    tokens = np.random.default_rng(1).integers(3, 512, (192, 48)).astype(np.int32)
+    fill = jax.jit(prefill, static_argnames=("config", "max_length", "compute_dtype"))
+    step = jax.jit(decode_step, static_argnames=("config", "compute_dtype"))
+    whole = jax.jit(hidden_states, static_argnames=("config", "compute_dtype"))
+    options = {"compute_dtype": "bfloat16"}
+    expected = whole(params, config, tokens, **options)
+    last, cache = fill(params, config, tokens[:, :16], max_length=48, **options)
+    np.testing.assert_array_equal(last, expected[:, 15])
+    for time in range(16, 48):
+        last, cache = step(params, config, tokens[:, time], cache, **options)
+        np.testing.assert_array_equal(last, expected[:, time])

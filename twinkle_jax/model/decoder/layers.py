@@ -24,7 +24,7 @@ from twinkle_jax.model.decoder.config import (
 from twinkle_jax.model.decoder.families import FUSED
 from twinkle_jax.model.decoder.lora import adapter_change
 from twinkle_jax.model.decoder.parameters import LAYER_SCALAR, Params, embedding_of
-from twinkle_jax.model.decoder.precision import exact_product, matmul, rounded, spread
+from twinkle_jax.model.decoder.precision import exact_product, matmul, mean_square, rounded, spread
 from twinkle_jax.model.decoder.sharding import spread_lookup
 
 _CHUNK = 16  # positions whose logits are held at once by `map_logits`
@@ -79,7 +79,7 @@ def rms_norm(
             `x`: as the checkpoints of each family were trained.
     """
     y = x.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + epsilon)
+    y = y * jax.lax.rsqrt(mean_square(x) + epsilon)
     if scale is None:
         return rounded(y, x.dtype)
     if centred or wide:

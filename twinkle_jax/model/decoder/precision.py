@@ -3,7 +3,8 @@
 XLA has no bfloat16 arithmetic on a CPU: it computes in float32 and rounds in between. Its fusions
 (YNNPACK's) drop some of these roundings, depending on the shapes. A token would then get other
 log-probabilities in whole rows (the trainer) than in a decoding step (the sampler). `rounded`,
-`multiply` and `matmul` make the compiler round where the program says so.
+`multiply` and `matmul` make the compiler round where the program says so, and `mean_square` adds
+in one order.
 
 By default JAX lets GPUs round the factors of float32 products to TensorFloat-32, and TPUs to
 bfloat16. Within `tracing_for` they are not rounded, see `product_precision`.
@@ -118,6 +119,33 @@ def matmul(
 ) -> Float[Array, "rows out"]:
     """Multiply rows by a matrix, which is rounded to their type first."""
     return multiply(jnp.matmul, x, rounded(matrix, x.dtype))
+
+
+def mean_square(x: Float[Array, "*batch width"]) -> Float[Array, "*batch 1"]:
+    """Average the squares of each row's entries in float32.
+
+    A CPU's order of additions in a reduction depends on the number of rows. Where a result rounded
+    to bfloat16 follows, halves are added to each other here: the same order for any number.
+    """
+    squares = jnp.square(x.astype(jnp.float32))
+    if not _rounds_in_software(x):
+        return jnp.mean(squares, axis=-1, keepdims=True)
+    return _sum_of_halves(squares) / x.shape[-1]
+
+
+@jax.custom_jvp
+def _sum_of_halves(x: Float[Array, "*batch width"]) -> Float[Array, "*batch 1"]:
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        rest = x[..., 2 * half :]
+        x = x[..., :half] + x[..., half : 2 * half]
+        x = jnp.concatenate([x, rest], axis=-1) if rest.shape[-1] else x
+    return x
+
+
+@_sum_of_halves.defjvp
+def _(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _sum_of_halves(*primals), jnp.sum(tangents[0], axis=-1, keepdims=True)
 
 
 def _rounds_in_software(x: Array) -> bool:
