@@ -60,6 +60,12 @@ MODELS = {
         num_key_value_heads=4, head_dim=128, tie_word_embeddings=False, num_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
     ),
+    "Qwen3.5-4B": _qwen(  # three layers of linear attention, then one of full attention
+        "qwen3_5_text", 248320, 2560, 9216, 32, 16,
+        num_key_value_heads=4, head_dim=256, tie_word_embeddings=True, full_attention_interval=4,
+        linear_num_value_heads=32, linear_num_key_heads=16, linear_key_head_dim=128,
+        linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    ),
     "gemma-3-1b": {
         "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152,
         "intermediate_size": 6912, "num_hidden_layers": 26, "num_attention_heads": 4,

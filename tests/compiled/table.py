@@ -28,8 +28,11 @@ TIME, ROWS = 2048, 2  # tokens in a row, rows of a device
 def arithmetic() -> None:
     """Print what fits, and what updates must cost at least, for all models and numbers of chips."""
     configs = {model: config_of(model) for model in MODELS}
-    # `ideal` knows these.
-    dense = [m for m, c in configs.items() if c.experts is None and c.attention.latent is None]
+    dense = [  # `ideal` knows these
+        model
+        for model, config in configs.items()
+        if config.experts is None and config.attention.latent is None and config.delta_net is None
+    ]
     settings = [Setting(f"{n} chips", 1, n, 1, ROWS * n, TIME) for n in COUNTS]
     columns = " | ".join(setting.topology for setting in settings)
     print(f"| model | GiB of a chip | {columns} |")

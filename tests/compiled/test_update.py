@@ -27,8 +27,12 @@ BUDGETS = {
     "v5e-16": ("Qwen3-4B", Setting("v5e:4x4", 1, 16, 1, 32, 2048), SMALL, 2.8),
     "v6e": ("Qwen3-4B", Setting("v6e:2x2", 1, 4, 1, 8, 2048), SMALL, 3.7),
     "v5p-64": ("Qwen2.5-7B", Setting("v5p:4x4x4", 1, 64, 1, 128, 2048), SMALL, 3.0),
+    # Two repetitions, so that there is a loop over layers. The least counts attention in all.
+    "linear": (
+        "Qwen3.5-4B", Setting("v5p:2x2x2", 1, 8, 1, 16, 2048), Cut(layers=8, vocab=8192), 6.4,
+    ),
     "copies": ("Qwen2.5-0.5B", Setting("v5e:2x2", 2, 2, 1, 16, 1024), SMALL, 1.2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BUDGETS)
